@@ -1,0 +1,1 @@
+"""What the CLI calls, and so can you: one function a file."""

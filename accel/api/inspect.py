@@ -1,0 +1,88 @@
+"""What a model is and how it came to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact
+from accel.sources import open_source
+from accel.verify.chain import Link, check_chain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """``chain`` is empty where it wasn't asked for; ``intact`` is None then, and False where a hash doesn't hold."""
+
+    artifact: Artifact
+    bytes: int
+    chain: tuple[Link, ...] = ()
+    intact: bool | None = None
+    graph: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> list[Link]:
+        return [link for link in self.chain if link.status == "changed"]
+
+    def to_json(self) -> dict[str, Any]:
+        artifact = self.artifact
+        return {
+            "path": str(artifact.path),
+            "kind": artifact.kind,
+            "bytes": self.bytes,
+            "signature": artifact.signature.to_json(),
+            "properties": dict(artifact.properties),
+            "graph": self.graph,
+            "source": dict(artifact.source),
+            "stages": [dict(record) for record in artifact.history],
+            "session": dict(artifact.manifest.session) if artifact.manifest else {},
+            "intact": self.intact,
+            "chain": [link.to_json() for link in self.chain],
+        }
+
+
+def inspect(model: str | Path | Artifact, *, check: bool = False) -> Inspection:
+    """Signature, properties, history and (ONNX) operators of a model; with ``check`` every hash of its chain, from the
+    file back to the weights, computed anew.
+
+    Raises ``BadSource`` where there is no such model; ``ChainBroken`` with ``check`` where it has no manifest.
+    """
+    if check and not isinstance(model, Artifact):
+        artifact = _open_unchecked(Path(model))
+    else:
+        artifact = open_source(model)
+    size = sum(f.stat().st_size for f in artifact.files if f.is_file())
+    links = tuple(check_chain(artifact)) if check else ()
+    intact = all(link.status != "changed" for link in links) if check else None
+    if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
+        intact = False  # the artifact's own files have to be there
+    graph = _operators(artifact) if artifact.kind == "onnx" and intact is not False else {}
+    return Inspection(artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph)
+
+
+def _open_unchecked(path: Path) -> Artifact:
+    """The artifact as its manifest describes it, damaged or not: the check is to say what is damaged."""
+    from accel.artifact import manifest_path
+    from accel.sources import main_file
+
+    main = main_file(path) if path.is_dir() else path
+    if main is not None and manifest_path(main).is_file():
+        return Artifact.open(main)
+    return open_source(path)
+
+
+def _operators(artifact: Artifact) -> dict[str, Any]:
+    from collections import Counter
+
+    from accel.sources.onnx_file import read_proto
+
+    model = read_proto(artifact.path)
+    counts = Counter(node.op_type for node in model.graph.node)
+    parameters = 0
+    for tensor in model.graph.initializer:
+        count = 1
+        for dim in tensor.dims:
+            count *= int(dim)
+        parameters += count
+    return {"nodes": len(model.graph.node), "parameters": parameters, "operators": dict(counts.most_common())}

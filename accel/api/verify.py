@@ -1,0 +1,117 @@
+"""Are two models still the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.errors import UnsupportedHere, UsageError
+from accel.progress import report
+from accel.sources import open_source
+from accel.verify.compare import Difference, compare, worst
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.sources.declare import Dims, Inputs
+
+# The largest relative error (rel_l2) that each precision may have on real data; see the README for what they are worth.
+LIMITS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 2.5e-1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """``outputs``: the worst of each number for each output over all ``cases``; ``problems``: what didn't hold."""
+
+    passed: bool
+    limit: float
+    outputs: dict[str, Difference]
+    cases: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "limit": self.limit,
+            "outputs": {name: d.to_json() for name, d in self.outputs.items()},
+            "cases": list(self.cases),
+            "problems": list(self.problems),
+        }
+
+
+def verify(
+    reference: str | Path | Artifact,
+    candidate: str | Path | Artifact,
+    *,
+    data: str | Path | None = None,
+    limit: float | None = None,
+    samples: int = 64,
+    inputs: Inputs | None = None,
+    dims: Dims | None = None,
+) -> Verification:
+    """Run both models on the same inputs and compare every output by name.
+
+    On ``samples`` samples of ``data`` (.npz, or a folder of them), or without data on random inputs at several shapes:
+    batch 1, 2 and the largest, every other dim at its ends. ``limit``: largest ||candidate - reference||₂ /
+    ||reference||₂ of any output; the default follows the candidate's precision.
+
+    Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit.
+    """
+    from accel.runtimes.base import open_session
+    from accel.verify.gates import cast_feeds, gate_runtime
+
+    first = open_source(reference, inputs=inputs, dims=dims)
+    second = open_source(candidate, inputs=inputs if str(candidate).endswith(".py") else None)
+    for artifact in (first, second):
+        if gate_runtime(artifact) is None:
+            raise UnsupportedHere(f"{artifact.path} can't run on this machine; verify it where there is an NVIDIA GPU")
+    names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
+    if names[0] != names[1]:
+        raise UsageError(
+            f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; give two forms of one model"
+        )
+    limit = limit if limit is not None else LIMITS[effective_precision(second)]
+    found: list[list[Difference]] = []
+    cases: list[str] = []
+    problems: list[str] = []
+    with open_session(first, gate_runtime(first)) as one, open_session(second, gate_runtime(second)) as two:
+        for case, feeds in _feeds(first, second, Path(data) if data else None, samples):
+            report(f"verify: {case}")
+            found.append(compare(one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))))
+            cases.append(case)
+    outputs = worst(found)
+    for name, difference in outputs.items():
+        if difference.problem:
+            problems.append(f"output {name!r}: {difference.problem}")
+        elif difference.rel_l2 > limit:
+            problems.append(f"output {name!r}: rel_l2 {difference.rel_l2:.3g} is over the limit {limit:g}")
+    return Verification(
+        passed=not problems, limit=limit, outputs=outputs, cases=tuple(cases), problems=tuple(problems)
+    )
+
+
+def effective_precision(artifact: Artifact) -> str:
+    """The precision it computes in: the file's own, or the lower one its session was chosen with."""
+    own = str(artifact.properties.get("precision", "fp32"))
+    asked = (artifact.manifest.session if artifact.manifest else {}).get("options", {}).get("precision", "fp32")
+    return asked if own == "fp32" else own
+
+
+def _feeds(
+    first: Artifact, second: Artifact, data: Path | None, samples: int
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    from accel.verify.data import Dataset
+
+    if data is not None:
+        for index, feeds in enumerate(Dataset.load(data, first.signature).batches(8, samples)):
+            yield f"{data.name} batch {index}", feeds
+        return
+    # The shapes both can take: an engine's profile may be narrower than what it was made from.
+    for index, sizes in enumerate(second.signature.cases()):
+        known = {d: s for d, s in sizes.items() if d in first.signature.dims}
+        yield ", ".join(f"{d}={s}" for d, s in known.items()) or "fixed shape", first.signature.example_inputs(
+            seed=index, **known
+        )

@@ -1,0 +1,1 @@
+"""Timing: paired blocks in separate processes, and their statistics."""

@@ -1,0 +1,136 @@
+"""The stage cache: a finished stage is never run twice, and a run that was killed goes on at the stage it was in.
+
+A folder an entry, named by the sha256 of everything that could change the result. An entry is made under another name
+and renamed, so it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact, beside, file_sha256
+from accel.errors import AccelError, CannotWrite, ChainBroken
+
+_STALE_SECONDS = 24 * 3600
+_DEFAULT_GIGABYTES = 20.0
+
+
+class StageCache:
+    """``root`` defaults to ``$ACCEL_CACHE_DIR``, else the user's cache folder (platformdirs).
+
+    The oldest entries go when it holds more than ``$ACCEL_CACHE_GB`` (20) gigabytes.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        if root is None:
+            import platformdirs
+
+            given = os.environ.get("ACCEL_CACHE_DIR")
+            root = Path(given) if given else platformdirs.user_cache_path("accel")
+        self.root = root.absolute()
+        self._stages = self.root / "stages"
+        self._records = self.root / "records"
+        self._scratch = self.root / "scratch"
+        try:
+            for folder in (self._stages, self._records, self._scratch):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotWrite(
+                f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to one that can be"
+            ) from error
+
+    def entry(self, key: str) -> Path:
+        return self._stages / key
+
+    def find(self, key: str) -> Artifact | None:
+        """The artifact of a finished stage, its bytes checked; a damaged entry is dropped and the stage runs again."""
+        folder = self.entry(key)
+        try:
+            main = (folder / "main").read_text().strip()
+            artifact = Artifact.open(folder / main)
+            if artifact.manifest is None or artifact.hashes() != dict(artifact.manifest.files):
+                raise ChainBroken(f"the cache entry {folder} is damaged")
+        except FileNotFoundError:
+            if folder.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            return None
+        except (OSError, AccelError):
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # the order in which entries are dropped
+        return artifact
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder to make an entry in, on the cache's own file system; gone afterwards whatever happens."""
+        self._drop_stale()
+        folder = self._scratch / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def store(self, key: str, folder: Path, main: str) -> Artifact:
+        """Rename a finished ``folder`` into place and hand back the artifact in it."""
+        (folder / "main").write_text(main)
+        with contextlib.suppress(OSError):  # another process may have finished the same stage first: same bytes
+            os.rename(folder, self.entry(key))
+        self._prune(keep=key)
+        return Artifact.open(self.entry(key) / main)
+
+    def get_record(self, kind: str, key: str) -> Any | None:
+        """A small JSON value kept under ``key`` (measurements, probes); None where there is none."""
+        try:
+            body = json.loads((self._records / f"{kind}-{key}.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return body
+
+    def put_record(self, kind: str, key: str, value: Any) -> None:
+        with beside(self._records / f"{kind}-{key}.json") as temporary:
+            temporary.write_text(json.dumps(value))
+
+    def _drop_stale(self) -> None:
+        """Remove what killed processes left behind."""
+        for folder in self._scratch.iterdir():
+            pid = folder.name.partition("-")[0]
+            with contextlib.suppress(OSError):
+                if not _alive(pid) or time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _prune(self, keep: str) -> None:
+        limit = float(os.environ.get("ACCEL_CACHE_GB", _DEFAULT_GIGABYTES)) * 1e9
+        entries = sorted((e for e in self._stages.iterdir() if e.name != keep), key=lambda e: e.stat().st_mtime)
+        sizes = {e: sum(f.stat().st_size for f in e.iterdir()) for e in entries}
+        total = sum(sizes.values())
+        for entry in entries:
+            if total <= limit:
+                break
+            shutil.rmtree(entry, ignore_errors=True)
+            total -= sizes[entry]
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def entry_hashes(artifact: Artifact) -> dict[str, str]:
+    """sha256 now of each file that the artifact's manifest names; a missing one is left out."""
+    return {f.name: file_sha256(f) for f in artifact.files if f.is_file()}

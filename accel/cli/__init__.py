@@ -1,0 +1,184 @@
+"""One click command a file. This file has what they share: loading a command when it is asked for, progress, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import click
+
+import accel
+from accel.errors import AccelError
+
+# name -> (module, one line). A command's module is imported when it runs: `accel --help` stays fast.
+COMMANDS = {
+    "export": ("accel.cli.export", "Export a PyTorch model to ONNX."),
+    "optimize": ("accel.cli.optimize", "Make the fastest correct form of a model for a target."),
+    "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
+    "verify": ("accel.cli.verify", "Compare the outputs of two models."),
+    "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
+    "doctor": ("accel.cli.doctor", "Show what is installed, what is missing and what it would bring."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are listed without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        return module.command  # type: ignore[no-any-return]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(accel.__version__, "-V", "--version", prog_name="accel")
+def group() -> None:
+    """A trained model to the fastest correct form for the machine you name, with the proof."""
+
+
+def main() -> None:
+    """The ``accel`` command."""
+    # SIGTERM ends a run as Ctrl-C does: child processes and half-written files go with it.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    sys.exit(run(group))
+
+
+def run(command: click.Command, arguments: list[str] | None = None) -> int:
+    """Run a command; the exit code: 0, 1 (failed) or 2 (usage). Errors are one line on stderr, never a traceback."""
+    try:
+        command.main(args=arguments, prog_name="accel", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _say("interrupted; run the same command again, it goes on at the stage it was in")
+    except AccelError as error:
+        return _say(str(error), error.exit_code)
+    except BrokenPipeError:  # the reader of a pipe went away
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        return 1
+    except OSError as error:
+        return _say(_os_error(error))
+    except MemoryError:
+        return _say("out of memory; free some, or lower the largest batch with --dim batch=1:1:2")
+    return 0
+
+
+def _say(message: str, code: int = 1) -> int:
+    click.echo(f"accel: error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _os_error(error: OSError) -> str:
+    where = error.filename2 or error.filename or "a file"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to write {where}; choose another -o"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left for {where}; free some, or point -o and ACCEL_CACHE_DIR to another disk"
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+        return f"{where}: {error.strerror}; choose another -o"
+    return f"{where}: {error.strerror or error}; check the path and the disk"
+
+
+def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--json`` and ``--quiet`` for a command; its function gets a ``say: Output``."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
+    @click.option("-q", "--quiet", is_flag=True, help="No progress.")
+    @wraps(function)
+    def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> Any:
+        say = Output(as_json=as_json, quiet=quiet)
+        with say.progress():
+            return function(*args, say=say, **kwargs)
+
+    return wrapped
+
+
+class Output:
+    """Where a command's words go: results to stdout, progress to stderr."""
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self._bar: Any = None
+
+    def result(self, body: Any, human: Callable[[], Any]) -> None:
+        """``body`` as one JSON object with ``--json``; else what ``human`` makes (text, or something rich prints)."""
+        self._stop_bar()
+        if self.as_json:
+            click.echo(json.dumps(body, allow_nan=False))
+            return
+        made = human()
+        if isinstance(made, str):
+            click.echo(made)
+        else:
+            from rich.console import Console
+
+            console = Console() if sys.stdout.isatty() else Console(width=140)
+            console.print(made)
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[None]:
+        """A bar on a terminal, plain lines in a pipe, nothing with ``--quiet``."""
+        from accel.progress import watched_by
+
+        if self.quiet:
+            yield
+            return
+        if not sys.stderr.isatty():
+            with watched_by(PlainLines()):
+                yield
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = self._bar.add_task("starting", total=None)
+
+        def show(message: str, fraction: float | None) -> None:
+            total, done = (None, 0.0) if fraction is None else (1.0, fraction)
+            self._bar.update(task, description=message, total=total, completed=done)
+
+        self._bar.start()
+        try:
+            with watched_by(show):
+                yield
+        finally:
+            self._stop_bar()
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class PlainLines:
+    """Progress for a log: a line when something new begins, none for every percent."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, message: str, fraction: float | None) -> None:  # noqa: ARG002 - the bar's other half
+        if message != self._last:
+            self._last = message
+            click.echo(f"accel: {message}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""``accel doctor``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+
+if TYPE_CHECKING:
+    from accel.cli import Output
+
+
+@click.command("doctor")
+@output_options
+def command(say: Output) -> None:
+    """Show what is installed, what is missing, and what each missing part would bring."""
+    from accel.api.doctor import doctor
+
+    found = doctor()
+
+    def human() -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        parts = Table(title="parts", title_justify="left")
+        for column in ("part", "version", "brings", "install"):
+            parts.add_column(column)
+        for part in found["parts"]:
+            version = part["version"] or "[red]missing[/red]"
+            parts.add_row(part["name"], version, part["brings"], (part["install"] or "").replace("[", "\\["))
+        targets = Table(title="targets", title_justify="left")
+        for column in ("target", "builds", "runs here", "brings", "why not"):
+            targets.add_column(column)
+        for row in found["targets"]:
+            why = row["why_not"].replace("[", "\\[")
+            targets.add_row(row["name"], _yes(row["builds"]), _yes(row["runs"]), row["brings"], why)
+        box = found["machine"]
+        words = f"{box['cpu']}, {box['cores']} cores, {box['memory_gb']} GB; {' '.join(box['cpu_features'])}"
+        cache = f"cache {found['cache']['path']}: {found['cache']['megabytes']} MB"
+        return Group(parts, targets, f"python {found['python']}; {words}", cache)
+
+    say.result(found, human)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,49 @@
+"""Options that several commands share, and reading what they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accel.errors import BadInputSpec
+from accel.signature import DimRange
+
+_input = click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="NAME:DTYPE[DIM,...]",
+    help="An input of the model; a named dim is dynamic: x:float32[batch,3,32,32]. Integers may add their range: "
+    "ids:int64[batch,sequence]{0..30521}. Repeat for each input.",
+)
+_weights = click.option(
+    "--weights",
+    type=click.Path(path_type=Path),
+    help="State dict for the factory: .safetensors, its index.json, or .pt (read without unpickling code).",
+)
+dim_option = click.option(
+    "--dim",
+    "dims",
+    multiple=True,
+    metavar="NAME=MIN:OPT:MAX",
+    help="How far a dynamic dim goes: sequence=8:128:512. Gates run at its ends, benchmarks at OPT.",
+)
+
+
+def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--input``, ``--weights`` and ``--dim``: what a source may need beside its name."""
+    return _input(_weights(dim_option(function)))
+
+
+def read_dims(dims: tuple[str, ...]) -> dict[str, DimRange]:
+    """``("sequence=8:128:512",)`` as ranges."""
+    found: dict[str, DimRange] = {}
+    for text in dims:
+        name, equals, rest = text.partition("=")
+        if not equals or not name:
+            raise BadInputSpec(f"can't read --dim {text!r}; write NAME=MIN:OPT:MAX, e.g. sequence=8:128:512")
+        found[name] = DimRange.parse(rest)
+    return found

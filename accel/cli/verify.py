@@ -1,0 +1,53 @@
+"""``accel verify``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+from accel.cli.options import dim_option, read_dims
+
+if TYPE_CHECKING:
+    from accel.cli import Output
+
+
+@click.command("verify")
+@click.argument("reference")
+@click.argument("candidate")
+@click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
+@click.option("--limit", type=float, help="Largest relative error of any output; by default what the precision allows.")
+@click.option("--samples", type=int, default=64, show_default=True, help="Samples of the data to compare on.")
+@dim_option
+@output_options
+def command(
+    reference: str,
+    candidate: str,
+    data: Path | None,
+    limit: float | None,
+    samples: int,
+    dims: tuple[str, ...],
+    say: Output,
+) -> None:
+    """Compare every output of CANDIDATE with REFERENCE; exit code 1 where they differ by more than the limit."""
+    from accel.api.verify import verify
+
+    found = verify(reference, candidate, data=data, limit=limit, samples=samples, dims=read_dims(dims))
+
+    def human() -> Any:
+        from rich.table import Table
+
+        verdict = "same within the limit" if found.passed else "; ".join(found.problems)
+        table = Table(title=f"{candidate} against {reference}: {verdict}", title_justify="left")
+        for column in ("output", "max abs", "rel l2", "limit", "cosine (worst sample)"):
+            table.add_column(column, justify="left" if column == "output" else "right")
+        for name, d in found.outputs.items():
+            table.add_row(name, f"{d.max_abs:.3g}", f"{d.rel_l2:.3g}", f"{found.limit:g}", f"{d.cosine:.6f}")
+        return table
+
+    say.result(found.to_json(), human)
+    if not found.passed:
+        sys.exit(1)

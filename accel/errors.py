@@ -1,0 +1,116 @@
+"""Everything accel raises on purpose.
+
+    AccelError                      exit code 1: the work was started and failed
+    ├── UsageError                  exit code 2: what was asked for has to change first
+    │   ├── BadSource               the source can't be found, read or understood
+    │   │   └── InvalidModel        the file is not the model it says it is (empty, truncated, corrupt, hostile)
+    │   ├── BadInputSpec            an --input, --dim or --profile that contradicts itself or the model
+    │   ├── BadData                 calibration or verification data that doesn't fit the model
+    │   ├── BadFeeds                inputs to Session.run that don't fit its signature
+    │   ├── UnknownName             a target, stage, runtime or precision that doesn't exist
+    │   ├── UnsupportedHere         a right request that this machine, target or version can't fulfil
+    │   └── MissingExtra            a library that is not installed; names the extra
+    ├── StageFailed                 a stage could not make its artifact
+    │   ├── ExportFailed            no rung of the export ladder gave a right model
+    │   ├── BuildFailed             an engine or IR could not be built
+    │   └── SignatureDrift          a stage changed names, dtypes, dynamic dims, opset or IR
+    ├── GateFailed                  a stage's output differs from its input by more than the limit
+    ├── NothingPassed               accel optimize: no candidate passed its gates
+    ├── ChainBroken                 accel inspect --check: a hash doesn't hold
+    ├── ChildCrashed                a native library died in its child process
+    └── CannotWrite                 no permission, no space, or no such folder
+
+Each message is one sentence of what is wrong, with the fix: ``OpsetTooLow`` is no use without "pass --opset 18".
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AccelError(Exception):
+    """The root of the tree; ``exit_code`` is what the CLI exits with."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(AccelError):
+    """What was asked for has to change before any work can start."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class BadSource(UsageError):
+    """The source can't be found, read or understood."""
+
+
+class InvalidModel(BadSource):
+    """The file is not the model it says it is: empty, truncated, corrupt or hostile."""
+
+
+class BadInputSpec(UsageError):
+    """An input, dim or profile specification that contradicts itself or the model."""
+
+
+class BadData(UsageError):
+    """Calibration or verification data that doesn't fit the model."""
+
+
+class BadFeeds(UsageError):
+    """Inputs to ``Session.run`` that don't fit the session's signature."""
+
+
+class UnknownName(UsageError):
+    """A target, stage, runtime or precision that doesn't exist."""
+
+
+class UnsupportedHere(UsageError):
+    """A right request that this machine, target or library version can't fulfil."""
+
+
+class MissingExtra(UsageError):
+    """A library that is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(what, extra)  # both in args, so that the error survives pickling
+        self.what = what
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f'{self.what} is not installed; run: pip install "accel-toolchain[{self.extra}]"'
+
+
+class StageFailed(AccelError):
+    """A stage could not make its artifact."""
+
+
+class ExportFailed(StageFailed):
+    """No rung of the export ladder gave a right model."""
+
+
+class BuildFailed(StageFailed):
+    """An engine or an IR could not be built."""
+
+
+class SignatureDrift(StageFailed):
+    """A stage changed names, dtypes, dynamic dims, opset or IR that it had to keep."""
+
+
+class GateFailed(AccelError):
+    """A stage's output differs from its input by more than the gate's limit."""
+
+
+class NothingPassed(AccelError):
+    """No candidate of ``accel optimize`` passed its gates."""
+
+
+class ChainBroken(AccelError):
+    """A file's sha256 is not the one its manifest records."""
+
+
+class ChildCrashed(AccelError):
+    """A native library died in the child process it was kept in."""
+
+
+class CannotWrite(AccelError):
+    """No permission, no space, or no such folder."""

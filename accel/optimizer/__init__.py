@@ -1,0 +1,1 @@
+"""What accel optimize tries for a target, how it judges a candidate, and which one it takes."""

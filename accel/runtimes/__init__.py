@@ -1,0 +1,1 @@
+"""One file a runtime; ``base.py`` has the Session protocol and the table."""

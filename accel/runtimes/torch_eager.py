@@ -1,0 +1,31 @@
+"""Native PyTorch, as it is: the reference of every gate and the baseline of every benchmark."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel.artifact import Artifact
+from accel.runtimes.base import BaseSession, SessionOptions
+from accel.signature import Feeds
+from accel.sources.torch_call import NamedModule, run_named
+from accel.sources.torch_source import module_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class TorchSession(BaseSession):
+    """A module in eval mode on the CPU. ``options.threads`` sets torch's threads for the whole process."""
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        super().__init__(artifact, options)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        inputs = [spec.name for spec in artifact.signature.inputs]
+        outputs = [spec.name for spec in artifact.signature.outputs]
+        self.module = NamedModule(module_of(artifact), inputs, outputs)
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        return run_named(self.module, self.signature, feeds)

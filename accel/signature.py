@@ -1,0 +1,255 @@
+"""The contract of a model: named inputs and outputs, and how far each dynamic dim may go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import BadFeeds, BadInputSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Dim = int | str
+Feeds = Mapping[str, "np.ndarray"]
+
+DTYPES = (
+    "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "string",
+)  # fmt: skip
+
+BATCH = "batch"
+
+_SPEC = re.compile(
+    r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>-?\d+)\.\.(?P<hi>-?\d+)\})?$"
+)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype of a field name from ``DTYPES`` (bfloat16 and float8 through ml_dtypes)."""
+    import ml_dtypes
+    import numpy as np
+
+    if dtype == "string":
+        return np.dtype(object)
+    if hasattr(ml_dtypes, dtype):
+        return np.dtype(getattr(ml_dtypes, dtype))
+    return np.dtype(dtype)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A named tensor: ``dtype`` from ``DTYPES``; a dynamic dim is a string (``"batch"``).
+
+    ``values`` bounds integers that stand for something (token ids, class numbers), both ends included: example
+    inputs are drawn from it, so that an embedding is exercised over its whole table and never outside it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    values: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.values is not None:
+            object.__setattr__(self, "values", (int(self.values[0]), int(self.values[1])))
+            if self.values[0] > self.values[1]:
+                raise BadInputSpec(f"input {self.name!r} has an empty range of values {self.values}; give low..high")
+        if self.dtype not in DTYPES:
+            raise BadInputSpec(f"input {self.name!r} has unknown dtype {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        for dim in self.shape:
+            if isinstance(dim, int) and dim < 0:
+                raise BadInputSpec(f"input {self.name!r} has a negative dim {dim}; name it instead, e.g. batch")
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """``x:float32[batch,3,32,32]``; integers may add their range: ``ids:int64[batch,sequence]{0..30521}``."""
+        match = _SPEC.match(text.strip().replace(" ", ""))
+        if match is None:
+            raise BadInputSpec(f"can't read input {text!r}; write name:dtype[dim,...], e.g. x:float32[batch,3,32,32]")
+        shape: list[Dim] = []
+        for part in (match["shape"] or "").split(","):
+            if not part:
+                if match["shape"]:
+                    raise BadInputSpec(f"input {text!r} has an empty dim; write a number or a name between the commas")
+                continue
+            if not (part.lstrip("-").isdigit() or part.isidentifier()):
+                raise BadInputSpec(f"input {text!r} has the dim {part!r}; write a number or a name like batch")
+            shape.append(int(part) if part.lstrip("-").isdigit() else part)
+        values = (int(match["lo"]), int(match["hi"])) if match["lo"] is not None else None
+        return cls(match["name"], match["dtype"], tuple(shape), values)
+
+    def __str__(self) -> str:
+        values = f"{{{self.values[0]}..{self.values[1]}}}" if self.values else ""
+        return f"{self.name}:{self.dtype}[{','.join(map(str, self.shape))}]{values}"
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The concrete shape at these sizes of the dynamic dims."""
+        missing = [d for d in self.shape if isinstance(d, str) and d not in sizes]
+        if missing:
+            raise BadInputSpec(f"no size given for the dim {missing[0]!r} of {self.name!r}")
+        return tuple(sizes[d] if isinstance(d, str) else d for d in self.shape)
+
+
+@dataclass(frozen=True)
+class DimRange:
+    """How far a dynamic dim goes: smallest, most usual and largest size."""
+
+    min: int
+    opt: int
+    max: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.opt <= self.max:
+            raise BadInputSpec(f"a dim needs 1 <= min <= opt <= max, got {self.min}:{self.opt}:{self.max}")
+
+    @classmethod
+    def parse(cls, text: str) -> DimRange:
+        """``8:128:512`` (min:opt:max)."""
+        try:
+            low, opt, high = (int(part) for part in text.split(":"))
+        except ValueError:
+            raise BadInputSpec(f"can't read the dim range {text!r}; write min:opt:max, e.g. 8:128:512") from None
+        return cls(low, opt, high)
+
+    @classmethod
+    def default(cls, dim: str) -> DimRange:
+        return cls(1, 1, 8) if dim == BATCH else cls(2, 16, 64)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Named inputs and outputs, in order, with the range of each dynamic dim of the inputs."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...] = ()
+    dims: Mapping[str, DimRange] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in self.inputs]
+        if len(set(names)) != len(names):
+            raise BadInputSpec(f"two inputs have the same name: {', '.join(names)}; give each its own")
+        known = self.dynamic_dims
+        for dim in self.dims:
+            if dim not in known:
+                has = ", ".join(known) or "none"
+                raise BadInputSpec(f"no input has a dim called {dim!r}; the dynamic dims are: {has}")
+        object.__setattr__(self, "dims", {d: self.dims.get(d) or DimRange.default(d) for d in known})
+
+    @property
+    def dynamic_dims(self) -> tuple[str, ...]:
+        """Names of the dynamic dims of the inputs, in order of appearance."""
+        return tuple(dict.fromkeys(d for spec in self.inputs for d in spec.shape if isinstance(d, str)))
+
+    @property
+    def batch_dim(self) -> str | None:
+        """The dim that stacks samples: ``batch``, or else a dynamic first dim that every input shares."""
+        if BATCH in self.dims:
+            return BATCH
+        first = {spec.shape[0] for spec in self.inputs if spec.shape}
+        only = next(iter(first)) if len(first) == 1 else None
+        return only if isinstance(only, str) else None
+
+    def input(self, name: str) -> TensorSpec:
+        return next(spec for spec in self.inputs if spec.name == name)
+
+    def with_dims(self, dims: Mapping[str, DimRange]) -> Signature:
+        """The same signature with these ranges replaced."""
+        return replace(self, dims={**self.dims, **dims})
+
+    def sizes(self, **given: int) -> dict[str, int]:
+        """A size for every dynamic dim: the one given, else the most usual one."""
+        for dim, size in given.items():
+            if dim not in self.dims:
+                raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are: {', '.join(self.dims) or 'none'}")
+            if size < 1:
+                raise BadInputSpec(f"the dim {dim!r} can't be {size}; sizes start at 1")
+        return {d: given.get(d, r.opt) for d, r in self.dims.items()}
+
+    def cases(self) -> list[dict[str, int]]:
+        """The shapes every gate runs on: batch 1, 2 and the largest; every other dim at min, opt and max."""
+        if not self.dims:
+            return [{}]
+        batch = self.batch_dim
+
+        def case(batch_size: int | None, pick: str) -> dict[str, int]:
+            return {d: (batch_size or r.opt) if d == batch else getattr(r, pick) for d, r in self.dims.items()}
+
+        low, high = (self.dims[batch].min, self.dims[batch].max) if batch else (None, None)
+        two = max(low, min(2, high)) if low and high else None
+        found = [case(low, "opt"), case(two, "min"), case(two, "opt"), case(low, "max"), case(high, "max")]
+        return [c for i, c in enumerate(found) if c not in found[:i]]
+
+    def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
+        """Random inputs that the model accepts, the same for the same seed: normal floats, integers inside their
+        ``values`` (0 and 1 where none are known), and for ``*mask`` a run of ones of random length in each row."""
+        import numpy as np
+
+        rng = np.random.default_rng(seed)
+        resolved = self.sizes(**sizes)
+        feeds: dict[str, np.ndarray] = {}
+        for spec in self.inputs:
+            shape = spec.resolve(resolved)
+            kind = numpy_dtype(spec.dtype)
+            if spec.dtype == "string":
+                feeds[spec.name] = np.full(shape, "accel", dtype=object)
+            elif spec.name.endswith("mask") and spec.dtype not in ("float32", "float16", "bfloat16") and shape:
+                lengths = rng.integers((shape[-1] + 1) // 2, shape[-1] + 1, size=(*shape[:-1], 1))
+                feeds[spec.name] = (np.arange(shape[-1]) < lengths).astype(kind)
+            elif spec.dtype.startswith(("int", "uint")):
+                low, high = spec.values or (0, 1)
+                feeds[spec.name] = rng.integers(low, high, size=shape, endpoint=True).astype(kind)
+            elif spec.dtype == "bool":
+                feeds[spec.name] = rng.integers(0, 2, size=shape).astype(bool)
+            else:
+                feeds[spec.name] = rng.standard_normal(shape).astype(kind)
+        return feeds
+
+    def check_feeds(self, feeds: Feeds) -> dict[str, int]:
+        """The size of each dynamic dim in ``feeds``; ``BadFeeds`` where names, dtypes or shapes don't fit."""
+        want = {spec.name for spec in self.inputs}
+        if missing := want - set(feeds):
+            raise BadFeeds(f"missing input {sorted(missing)[0]!r}; the inputs are: {self.describe_inputs()}")
+        if extra := set(feeds) - want:
+            raise BadFeeds(f"unknown input {sorted(extra)[0]!r}; the inputs are: {self.describe_inputs()}")
+        sizes: dict[str, int] = {}
+        for spec in self.inputs:
+            value = feeds[spec.name]
+            if str(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
+                raise BadFeeds(f"input {spec.name!r} is {value.dtype}, the model takes {spec.dtype}; cast it")
+            if len(value.shape) != len(spec.shape):
+                raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, the model takes {spec}")
+            for dim, size in zip(spec.shape, value.shape, strict=True):
+                if isinstance(dim, int) and dim != size:
+                    raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, the model takes {spec}")
+                if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
+                    raise BadFeeds(f"the dim {dim!r} is {sizes[dim]} in one input and {size} in {spec.name!r}")
+        return sizes
+
+    def describe_inputs(self) -> str:
+        return ", ".join(map(str, self.inputs))
+
+    def to_json(self) -> dict[str, Any]:
+        def spec_json(spec: TensorSpec) -> dict[str, Any]:
+            body: dict[str, Any] = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
+            return body | ({"values": list(spec.values)} if spec.values else {})
+
+        return {
+            "inputs": [spec_json(spec) for spec in self.inputs],
+            "outputs": [spec_json(spec) for spec in self.outputs],
+            "dims": {name: [r.min, r.opt, r.max] for name, r in self.dims.items()},
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Signature:
+        def specs(rows: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+            return tuple(
+                TensorSpec(r["name"], r["dtype"], tuple(r["shape"]), tuple(r["values"]) if r.get("values") else None)
+                for r in rows
+            )
+
+        dims = {name: DimRange(*r) for name, r in body["dims"].items()}
+        return cls(specs(body["inputs"]), specs(body["outputs"]), dims)

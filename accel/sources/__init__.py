@@ -1,0 +1,66 @@
+"""What a user can have, one file a kind of source, all behind ``open_source``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel.artifact import KINDS, Artifact
+from accel.errors import BadSource, UsageError
+
+if TYPE_CHECKING:
+    from accel.signature import DimRange
+    from accel.sources.declare import Dims, Inputs
+
+# The main file of an artifact that is a folder (accel optimize writes these), in the order they are looked for.
+MAIN_FILES = ("model.onnx", "model.xml", "model.engine")
+
+# What accel optimize writes beside it: every candidate, what it measured, and which one it took.
+REPORT = "optimize.json"
+
+
+def main_file(folder: Path) -> Path | None:
+    """The main file of the artifact in ``folder``: the one accel optimize says it chose, else the first there is."""
+    try:
+        chosen = json.loads((folder / REPORT).read_text(encoding="utf-8"))["chosen"]["file"]
+    except (OSError, ValueError, KeyError, TypeError):
+        chosen = None
+    names = [chosen] if chosen in MAIN_FILES else []
+    return next((folder / name for name in (*names, *MAIN_FILES) if (folder / name).is_file()), None)
+
+
+def open_source(
+    spec: str | Path | Artifact,
+    *,
+    inputs: Inputs | None = None,
+    weights: Path | None = None,
+    dims: Dims | None = None,
+) -> Artifact:
+    """Whatever the user named, as an artifact: an artifact file or the folder it is in, an ONNX file from anywhere,
+    or a PyTorch source (see ``torch_source.open_torch``).
+
+    Raises ``BadSource`` (and ``InvalidModel``) where it can't be found, read or understood.
+    """
+    from accel.sources.declare import parse_dims
+
+    if isinstance(spec, Artifact):
+        return spec
+    path, text = Path(spec), str(spec)
+    ranges: Mapping[str, DimRange] = parse_dims(dims or {})
+    if path.is_dir():
+        path = main_file(path) or path
+    if path.suffix in KINDS:
+        if inputs or weights:
+            raise UsageError(f"{path} has its own inputs and weights; leave out --input and --weights")
+        if KINDS[path.suffix] == "onnx":
+            from accel.sources.onnx_file import open_onnx
+
+            return open_onnx(path, dims=ranges)
+        if not path.is_file():
+            raise BadSource(f"{path} does not exist; check the path")
+        return Artifact.open(path)
+    from accel.sources.torch_source import open_torch
+
+    return open_torch(text, inputs=inputs, weights=weights, dims=ranges)

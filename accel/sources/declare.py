@@ -1,0 +1,85 @@
+"""What a factory can say about the model it makes, so that nobody has to say it on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel.errors import BadInputSpec
+from accel.signature import DimRange, TensorSpec
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+# What may stand for an input: "x:float32[batch,3]", or by name ("float32", ("batch", 3)), or a TensorSpec.
+Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
+Dims = Mapping[str, "DimRange | tuple[int, int, int] | str"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """Inputs, output names, ranges of the dynamic dims, and the files the weights are read from."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...] = ()
+    dims: Mapping[str, DimRange]
+    weights: Callable[[], Sequence[Path]] | None = None
+
+
+def declare(
+    *,
+    inputs: Inputs,
+    outputs: Sequence[str] = (),
+    dims: Dims | None = None,
+    weights: Callable[[], Sequence[Path]] | None = None,
+) -> Callable[[Factory], Factory]:
+    """Decorate a factory (a function without arguments that returns an ``nn.Module``) with its signature.
+
+    ``inputs``: as in ``accel.export``. ``outputs``: names for what ``forward`` returns, in order. ``dims``: ranges of
+    dynamic dims as (min, opt, max). ``weights``: called when accel opens the source, returns the files that the
+    factory reads; their sha256 start the manifest's chain.
+    """
+    declaration = Declaration(
+        inputs=parse_inputs(inputs), outputs=tuple(outputs), dims=parse_dims(dims or {}), weights=weights
+    )
+
+    def mark(factory: Factory) -> Factory:
+        factory.__accel__ = declaration  # type: ignore[attr-defined]
+        return factory
+
+    return mark
+
+
+def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
+    """Any of the accepted forms as specs; ``BadInputSpec`` for anything else."""
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    specs: list[TensorSpec] = []
+    if isinstance(inputs, Mapping):
+        for name, value in inputs.items():
+            if isinstance(value, TensorSpec):
+                specs.append(TensorSpec(name, value.dtype, value.shape, value.values))
+            elif isinstance(value, str):
+                specs.append(TensorSpec.parse(f"{name}:{value}"))
+            elif isinstance(value, tuple | list) and len(value) == 2:
+                specs.append(TensorSpec(name, str(value[0]), tuple(value[1])))
+            else:
+                raise BadInputSpec(f"can't read the input {name!r}: give (dtype, shape), e.g. ('float32', ('batch', 3))")
+    else:
+        for value in inputs:
+            specs.append(value if isinstance(value, TensorSpec) else TensorSpec.parse(value))
+    return tuple(specs)
+
+
+def parse_dims(dims: Dims) -> dict[str, DimRange]:
+    """``{"batch": (1, 8, 64)}`` or ``{"batch": "1:8:64"}`` as ranges."""
+    found: dict[str, DimRange] = {}
+    for name, value in dims.items():
+        if isinstance(value, DimRange):
+            found[name] = value
+        elif isinstance(value, str):
+            found[name] = DimRange.parse(value)
+        else:
+            found[name] = DimRange(*value)
+    return found

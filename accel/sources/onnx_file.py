@@ -1,0 +1,220 @@
+"""ONNX files: what they declare, whether they are what they say, and as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact, manifest_path
+from accel.cache import StageCache
+from accel.child import run_in_child
+from accel.errors import BadInputSpec, ChildCrashed, InvalidModel
+from accel.signature import Dim, DimRange, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+_PRECISIONS = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
+    """The ONNX model in ``path``; external data only with ``weights``. ``InvalidModel`` where it is none."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if not path.is_file():
+        raise InvalidModel(f"{path} does not exist; check the path")
+    if path.stat().st_size == 0:
+        raise InvalidModel(f"{path} is empty; export it again")
+    try:
+        model = onnx.load(str(path), load_external_data=weights)
+    except DecodeError as error:
+        raise InvalidModel(f"{path} is not an ONNX file or is truncated; export it again") from error
+    except (onnx.checker.ValidationError, ValueError) as error:
+        raise InvalidModel(f"{path}: {one_line(error)}; export it again with its external data beside it") from error
+    if not model.HasField("graph") or not model.ir_version:
+        raise InvalidModel(f"{path} holds no ONNX graph; export it again")
+    return model
+
+
+def one_line(error: object) -> str:
+    """An error's text without its line breaks, short enough for a terminal."""
+    return " ".join(str(error).split())[:300]
+
+
+def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Names of the files that hold tensors outside the model. ``InvalidModel`` where one points out of the folder."""
+    from onnx.external_data_helper import _get_all_tensors, uses_external_data
+
+    names: dict[str, None] = {}
+    for tensor in _get_all_tensors(model):
+        if uses_external_data(tensor):
+            location = next((e.value for e in tensor.external_data if e.key == "location"), "")
+            if not location or Path(location).name != location:
+                raise InvalidModel(f"tensor {tensor.name!r} points to {location!r} outside the model's folder; refused")
+            names[location] = None
+    return tuple(names)
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """The version of the default operator set."""
+    return next((int(o.version) for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+
+
+def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
+    """What the file itself declares: its signature (dims unnamed in the file get ``<tensor>_<axis>``), opset, IR and
+    precision (``int8`` where it holds QDQ or integer matrix products, else what its floats are)."""
+    return describe_model(read_proto(path))
+
+
+def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
+    """As ``describe``, for a model in memory."""
+    initializers = {t.name for t in model.graph.initializer}
+    inputs = tuple(_spec(v) for v in model.graph.input if v.name not in initializers)
+    outputs = tuple(_spec(v) for v in model.graph.output)
+    bounds = _index_bounds(model)
+    inputs = tuple(replace(spec, values=bounds.get(spec.name)) for spec in inputs)
+    properties = {"opset": opset_of(model), "ir": int(model.ir_version), "precision": _precision(model)}
+    return Signature(inputs, outputs), properties
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    import onnx
+
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type"):
+        raise InvalidModel(f"{value.name!r} is a {value.type.WhichOneof('value')}; only tensors can go in and out")
+    try:
+        name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
+    except ValueError:
+        raise InvalidModel(f"{value.name!r} has the unknown dtype {kind.elem_type}; export the model again") from None
+    dtype = {"float": "float32", "double": "float64"}.get(name, name.replace("float8e", "float8_e"))
+    shape: list[Dim] = []
+    for axis, dim in enumerate(kind.shape.dim):
+        if dim.HasField("dim_value") and dim.dim_value >= 0:
+            shape.append(int(dim.dim_value))
+        else:
+            shape.append(dim.dim_param or f"{value.name}_{axis}")
+    return TensorSpec(value.name, dtype, tuple(shape))
+
+
+def _index_bounds(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
+    """For each integer input that picks rows of a constant table (an embedding), the numbers it may hold."""
+    rows = {t.name: int(t.dims[0]) for t in model.graph.initializer if t.dims}
+    origin = {v.name: v.name for v in model.graph.input if v.name not in rows}
+    bounds: dict[str, tuple[int, int]] = {}
+    for node in model.graph.node:
+        if node.op_type in ("Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze") and node.input[0] in origin:
+            origin[node.output[0]] = origin[node.input[0]]
+        if node.op_type == "Gather" and node.input[0] in rows and node.input[1] in origin:
+            axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+            if axis == 0:
+                name, last = origin[node.input[1]], rows[node.input[0]] - 1
+                bounds[name] = (0, min(last, bounds[name][1]) if name in bounds else last)
+    return bounds
+
+
+def _precision(model: onnx.ModelProto) -> str:
+    from onnx import TensorProto
+
+    ops = {node.op_type for node in model.graph.node}
+    if ops & {"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "DynamicQuantizeLinear", "QLinearMatMul"}:
+        return "int8"
+    sizes: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
+            name = TensorProto.DataType.Name(tensor.data_type).lower()
+            count = 1
+            for dim in tensor.dims:
+                count *= int(dim)
+            sizes[name] = sizes.get(name, 0) + count
+    main = max(sizes, key=lambda name: sizes[name], default="float")
+    return _PRECISIONS.get(main, "fp32")
+
+
+def open_onnx(
+    path: Path, *, dims: Mapping[str, DimRange] | None = None, cache: StageCache | None = None, probe: bool = True
+) -> Artifact:
+    """An ONNX file from anywhere as an artifact. With a sidecar whose hashes hold, its history comes along.
+
+    ``dims`` replaces ranges of dynamic dims. A file without a sidecar is opened by the checker and by ONNX Runtime in a
+    child process first (once for each content): a hostile file can end that process, not this one.
+    """
+    signature, properties = describe(path)
+    files = (path, *(path.with_name(name) for name in external_files(read_proto(path))))
+    for file in files[1:]:
+        if not file.is_file():
+            raise InvalidModel(f"{path} keeps its weights in {file.name}, which is not beside it; put it there")
+    if manifest_path(path).is_file():
+        artifact = Artifact.open(path)
+        assert artifact.manifest is not None
+        if artifact.hashes() != dict(artifact.manifest.files):
+            raise InvalidModel(
+                f"{path} is not the file its manifest describes (its sha256 differs); export it again, or delete "
+                f"{manifest_path(path).name} to take the file as it is"
+            )
+    else:
+        artifact = Artifact(
+            path=path,
+            kind="onnx",
+            signature=signature,
+            properties=properties,
+            companions=tuple(f.name for f in files[1:]),
+        )
+        hashes = artifact.hashes()
+        if probe:
+            _probe(path, artifact.digest, cache or StageCache())
+        source = {"kind": "onnx", "spec": str(path), "files": [_file_entry(f, hashes[f.name]) for f in files]}
+        artifact = replace(artifact, source=source)
+    if dims:
+        artifact = replace(artifact, signature=_with_ranges(artifact.signature, dims))
+    return artifact
+
+
+def _file_entry(path: Path, sha256: str) -> dict[str, str]:
+    return {"path": str(path.absolute()), "sha256": sha256}
+
+
+def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signature:
+    for dim in dims:
+        if dim not in signature.dims:
+            has = ", ".join(signature.dims) or "none"
+            raise BadInputSpec(f"the model has no dynamic dim {dim!r}; it has: {has}")
+    return signature.with_dims(dims)
+
+
+def _probe(path: Path, digest: str, cache: StageCache) -> None:
+    found = cache.get_record("probe", digest)
+    if found is None:
+        try:
+            found = {"error": run_in_child("accel.sources.onnx_file:check", timeout=600, path=path)}
+        except ChildCrashed as error:
+            found = {"error": f"it crashes the native parser ({error})"}
+        except TimeoutError:
+            found = {"error": "it keeps the native parser busy for more than ten minutes"}
+        cache.put_record("probe", digest, found)
+    if found["error"]:
+        raise InvalidModel(f"{path}: {found['error']}; export the model again")
+
+
+def check(path: Path) -> str | None:
+    """What is wrong with the file, in one line; None where the checker and ONNX Runtime both take it."""
+    import onnx
+    import onnxruntime
+
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:
+        # Custom domains are for the runtime to judge: the checker knows no schema for them.
+        if "No Op registered" not in str(error) and "No opset import" not in str(error):
+            return one_line(error)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        return one_line(error)
+    return None

@@ -1,0 +1,76 @@
+"""Objects of the user's own Python: factories and metrics, from a module or a file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from accel.artifact import text_sha256
+from accel.errors import BadSource
+
+
+def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
+    """The module and the object that ``package.module:name`` or ``file.py:name`` names.
+
+    Raises ``BadSource`` where there is no such thing, or where importing it raised.
+    """
+    where, _, name = spec.rpartition(":")
+    if not where:
+        where, name = spec, ""
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec)
+    if not name or not hasattr(module, name):
+        own = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__]
+        problem = f"has no {name!r}" if name else f"needs the name of a {role}"
+        raise BadSource(f"{where} {problem}; write {where}:NAME with one of: {', '.join(own) or 'none found'}")
+    return module, getattr(module, name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise BadSource(f"{path} does not exist; check the path")
+    name = f"accel_source_{path.stem}_{text_sha256(str(path.absolute()))[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.absolute().parent)
+    sys.path.insert(0, folder)  # so that the file can import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise raised(f"importing {path}", error) from error
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _import_module(name: str, spec: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise BadSource(
+                f"{spec!r} is no file, folder or importable module; give a path, file.py:factory or package.module:factory"
+            ) from error
+        raise raised(f"importing {name}", error) from error
+    except ValueError as error:
+        raise BadSource(f"{spec!r} is no module name; give a path, file.py:factory or package.module:factory") from error
+    except Exception as error:
+        raise raised(f"importing {name}", error) from error
+
+
+def raised(what: str, error: Exception) -> BadSource:
+    """What the user's own code raised, in one line with the place."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    reason = " ".join(str(error).split())[:200]
+    return BadSource(f"{what} raised {type(error).__name__}: {reason} ({Path(frame.filename).name} line {frame.lineno})")

@@ -1,0 +1,154 @@
+"""Calling a module by input name and getting its outputs by name, whatever its ``forward`` takes and returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.errors import BadInputSpec, BadSource
+from accel.signature import Dim, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def to_tensor(value: np.ndarray) -> torch.Tensor:
+    """A tensor on the array's own memory where torch can (bfloat16 by its bits)."""
+    import numpy as np
+
+    if str(value.dtype) == "bfloat16":
+        return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16)
+    if not value.flags.writeable:  # torch warns about these, and nothing here writes to them
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.from_numpy(np.ascontiguousarray(value))
+    return torch.from_numpy(np.ascontiguousarray(value))
+
+
+def to_array(value: torch.Tensor) -> np.ndarray:
+    """The tensor as numpy (bfloat16 through ml_dtypes)."""
+    import ml_dtypes
+    import numpy as np
+
+    value = value.detach().cpu().contiguous()
+    if value.dtype == torch.bfloat16:
+        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array: np.ndarray = value.numpy()
+    return array
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors in whatever ``forward`` returned, by name: keys of dicts and fields of dataclasses, else
+    ``output`` (one) or ``output_0``, ``output_1``...; None and plain numbers are left out."""
+    if isinstance(value, torch.Tensor):
+        return {prefix or "output": value}
+    if isinstance(value, Mapping):  # transformers' ModelOutput is one
+        items = [(str(key), item) for key, item in value.items()]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = list(zip(value._fields, value, strict=True))
+    elif isinstance(value, tuple | list):
+        tensors = [v for v in value if v is not None]
+        if len(tensors) == 1:
+            return flatten(tensors[0], prefix)
+        items = [(str(i) if prefix else f"output_{i}", item) for i, item in enumerate(value)]
+    else:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for name, item in items:
+        if item is not None:
+            found |= flatten(item, f"{prefix}_{name}" if prefix else name)
+    return found
+
+
+class NamedModule(torch.nn.Module):
+    """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
+
+    An input goes by keyword where ``forward`` has a parameter of that name, else by position.
+    """
+
+    def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.names = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.keywords = _by_keyword(module, self.names)
+
+    def by_name(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.keywords:
+            result = self.module(**dict(zip(self.names, tensors, strict=True)))
+        else:
+            result = self.module(*tensors)
+        found = flatten(result)
+        if self.outputs:
+            return dict(zip(self.outputs, found.values(), strict=False))
+        return found
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.by_name(*tensors).values())
+
+
+def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        arguments = {a.name for a in module.forward.schema.arguments[1:]}
+        return set(names) <= arguments
+    parameters = inspect.signature(module.forward).parameters
+    if set(names) <= {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}:
+        return True
+    return False
+
+
+def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One forward pass from numpy to numpy, without gradients."""
+    with torch.inference_mode():
+        found = module.by_name(*(to_tensor(feeds[spec.name]) for spec in signature.inputs))
+        return {name: to_array(value) for name, value in found.items()}
+
+
+def discover_outputs(
+    module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
+) -> tuple[TensorSpec, ...]:
+    """Run the module at several sizes and see what comes out: names, dtypes, and which dims follow which input dim.
+
+    Raises ``BadSource`` where it can't run at a size that the signature promises.
+    """
+    named = NamedModule(module, [spec.name for spec in signature.inputs])
+    cases = [dict(signature.sizes())]
+    for dim, bounds in signature.dims.items():
+        size = next((s for s in (bounds.opt + 1, bounds.opt + 2, bounds.opt - 1, bounds.opt - 2) if s <= bounds.max), 0)
+        if size >= bounds.min and size != bounds.opt:
+            cases.append(signature.sizes(**{dim: size}))
+    runs = []
+    for sizes in cases:
+        feeds = signature.example_inputs(**sizes)
+        try:
+            runs.append(run_named(named, signature, feeds))
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            reason = " ".join(str(error).split())[:200]
+            raise BadSource(f"{where} fails in PyTorch on {shapes}: {reason}; correct --input or --dim") from error
+    first = runs[0]
+    if not first:
+        raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
+    if names and len(names) != len(first):
+        raise BadInputSpec(f"{where} returns {len(first)} tensors ({', '.join(first)}), {len(names)} names were given")
+    specs = []
+    for index, (name, value) in enumerate(first.items()):
+        if any(run[name].ndim != value.ndim for run in runs):
+            raise BadSource(f"the output {name!r} of {where} changes its rank with the input's size; that can't be exported")
+        shape: list[Dim] = []
+        for axis in range(value.ndim):
+            sizes_seen = [run[name].shape[axis] for run in runs]
+            if len(set(sizes_seen)) == 1:
+                shape.append(sizes_seen[0])
+            else:
+                same = [d for d in signature.dims if [case[d] for case in cases] == sizes_seen]
+                shape.append(same[0] if same else f"{name}_{axis}")
+        specs.append(TensorSpec(names[index] if names else name, str(value.dtype), tuple(shape)))
+    return tuple(specs)

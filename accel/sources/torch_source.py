@@ -1,0 +1,271 @@
+"""PyTorch sources: a factory (with or without separate weights), an exported program, TorchScript."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.artifact import Artifact, combined_sha256, file_sha256, text_sha256
+from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel
+from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources.declare import Declaration, Dims, Inputs, parse_dims, parse_inputs
+from accel.sources.python_object import load_object, raised
+from accel.sources.torch_call import discover_outputs, flatten
+from accel.sources.weights import load_weights
+
+# Modules that were opened in this process, by the source's sha256: building one twice costs seconds.
+_opened: dict[str, torch.nn.Module] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a spec led to: the module, what is known of its inputs, and the files it was read from."""
+
+    module: torch.nn.Module
+    path: Path
+    files: tuple[Path, ...]
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[str, ...] = ()
+    dims: Mapping[str, DimRange] | None = None
+
+
+def open_torch(
+    spec: str, *, inputs: Inputs | None = None, weights: Path | None = None, dims: Dims | None = None
+) -> Artifact:
+    """The PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
+
+    ``spec``: ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers folder.
+    ``inputs``: overrides what the factory declares. ``weights``: a state dict to load into what the factory makes.
+    """
+    found = _find(spec, weights)
+    given = parse_inputs(inputs) if inputs else ()
+    specs = given or found.inputs
+    if not specs:
+        parameters = _forward_parameters(found.module)
+        example = f"{parameters[0] if parameters else 'x'}:float32[batch,3,224,224]"
+        raise BadInputSpec(f"{spec} doesn't say what it takes; pass --input for each input, e.g. --input {example}")
+    ranges = parse_dims(dims or {})
+    declared = dict(found.dims or {})
+    bare = Signature(specs)
+    unknown = [d for d in ranges if d not in bare.dims]
+    if unknown:
+        raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
+    signature = Signature(specs, (), {d: r for d, r in {**declared, **ranges}.items() if d in bare.dims})
+    found.module.eval()
+    names = found.outputs if not given or found.outputs else ()
+    signature = replace(signature, outputs=discover_outputs(found.module, signature, names, spec))
+    files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
+    state = state_sha256(found.module)
+    code = _code_sha256(found.module)
+    sha256 = text_sha256("\n".join([state, code, *(f["sha256"] for f in files)]))
+    _opened[sha256] = found.module
+    return Artifact(
+        path=found.path,
+        kind="torch",
+        signature=signature,
+        properties={"precision": _precision(found.module)},
+        source={
+            "kind": "torch",
+            "spec": spec,
+            "weights": str(weights) if weights else None,
+            "files": files,
+            "state_sha256": state,
+            "code_sha256": code,
+            "sha256": sha256,
+        },
+    )
+
+
+def module_of(artifact: Artifact) -> torch.nn.Module:
+    """The module behind an artifact of kind ``torch``; opened again where this process hasn't yet."""
+    sha256 = artifact.source["sha256"]
+    if sha256 not in _opened:
+        weights = artifact.source.get("weights")
+        found = _find(artifact.source["spec"], Path(weights) if weights else None)
+        _opened[sha256] = found.module.eval()
+    return _opened[sha256]
+
+
+def state_sha256(module: torch.nn.Module) -> str:
+    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def _code_sha256(module: torch.nn.Module) -> str:
+    """sha256 over the files that define the classes of the module and of everything in it."""
+    files = set()
+    for kind in {type(m) for m in module.modules()}:
+        try:
+            files.add(inspect.getfile(kind))
+        except (TypeError, OSError):
+            continue
+    return combined_sha256(sorted({file_sha256(Path(f)) for f in files if Path(f).is_file()}) or [""])
+
+
+def _precision(module: torch.nn.Module) -> str:
+    kinds = [p.dtype for p in module.parameters() if p.is_floating_point()]
+    main = max(set(kinds), key=kinds.count, default=torch.float32)
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(main, "fp32")
+
+
+def _find(spec: str, weights: Path | None) -> Found:
+    path = Path(spec)
+    if path.is_dir():
+        from accel.sources.transformers_folder import open_folder
+
+        return open_folder(path)
+    if path.suffix == ".pt2":
+        return _from_exported_program(path)
+    if path.suffix in (".pt", ".pth", ".ts", ".torchscript", ".bin", ".safetensors", ".ckpt"):
+        return _from_torchscript(path)
+    return _from_factory(spec, weights)
+
+
+def _from_factory(spec: str, weights: Path | None) -> Found:
+    module, factory = load_object(spec, "factory")
+    declaration: Declaration | None = getattr(factory, "__accel__", None)
+    made = _call(factory, spec)
+    example: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor | None = None
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
+        made, example = made
+    if not isinstance(made, torch.nn.Module):
+        raise BadSource(f"{spec} returned {type(made).__name__}; a factory returns an nn.Module (or a module and inputs)")
+    code = Path(getattr(module, "__file__", "") or spec)
+    files = [code] if code.is_file() else []
+    if weights is not None:
+        files = [*load_weights(made, weights), *files]
+    if declaration and declaration.weights:
+        files = [*(Path(f) for f in declaration.weights()), *files]
+    folder = getattr(getattr(made, "config", None), "_name_or_path", "")
+    if folder and Path(folder).is_dir():  # a transformers model that was read from there
+        files = [*sorted(Path(folder).glob("*.safetensors")), *files]
+    inputs = declaration.inputs if declaration else _specs_from_example(made, example)
+    return Found(
+        module=made,
+        path=code,
+        files=tuple(dict.fromkeys(files)),
+        inputs=inputs,
+        outputs=declaration.outputs if declaration else (),
+        dims=declaration.dims if declaration else None,
+    )
+
+
+def _specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpec, ...]:
+    """Example tensors as specs, first dim dynamic: a factory that returns them says no more than that."""
+    if example is None:
+        return ()
+    if isinstance(example, torch.Tensor):
+        example = (example,)
+    if not isinstance(example, Mapping):
+        example = dict(zip(_forward_parameters(module), example, strict=False))
+    tensors = flatten(example)
+    specs = []
+    for name, tensor in tensors.items():
+        shape = ("batch", *tensor.shape[1:]) if tensor.ndim else ()
+        values = None
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel():
+            values = (int(tensor.min()), int(tensor.max()))
+        specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, values))
+    return tuple(specs)
+
+
+def _forward_parameters(module: torch.nn.Module) -> list[str]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return [a.name for a in module.forward.schema.arguments[1:]]
+    return [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
+def _call(factory: Callable[[], Any], spec: str) -> Any:
+    if isinstance(factory, torch.nn.Module):
+        return factory
+    try:
+        return factory()
+    except AccelError:
+        raise
+    except Exception as error:
+        raise raised(spec, error) from error
+
+
+def _from_exported_program(path: Path) -> Found:
+    _check_file(path)
+    try:
+        program = torch.export.load(path)
+    except Exception as error:
+        raise InvalidModel(f"{path} is no exported program ({_reason(error)}); write it with torch.export.save") from error
+    module = program.module()
+    args, kwargs = program.example_inputs or ((), {})
+    named = dict(zip(program.call_spec.in_spec.child(1).context if kwargs else (), kwargs.values(), strict=False))
+    parameters = [n for n in inspect.signature(module.forward).parameters if n not in named]
+    tensors = flatten({**dict(zip(parameters, args, strict=False)), **named})
+    bounds = {str(symbol): interval for symbol, interval in program.range_constraints.items()}
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs]
+    specs, dims = [], {}
+    for (name, tensor), node in zip(tensors.items(), placeholders, strict=True):
+        shape: list[int | str] = []
+        for axis, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, int):
+                shape.append(size)
+                continue
+            symbol = str(size.node.expr)
+            dim = "batch" if axis == 0 and symbol not in dims else symbol
+            dim = next((d for d, s in dims.items() if s[0] == symbol), dim)
+            opt = int(tensor.shape[axis])
+            interval = bounds.get(symbol)
+            low = max(1, int(interval.lower)) if interval is not None else 1
+            high = int(interval.upper) if interval is not None and interval.upper < 2**31 else max(8, 4 * opt)
+            dims[dim] = (symbol, DimRange(min(low, opt), opt, max(opt, min(high, max(8, 4 * opt)))))
+            shape.append(dim)
+        specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
+    return Found(module=_evaluating(module), path=path, files=(path,), inputs=tuple(specs), dims={d: r for d, (_, r) in dims.items()})
+
+
+def _evaluating(module: torch.nn.Module) -> torch.nn.Module:
+    """An exported program's module refuses ``eval()``: its graph already is the one that was exported."""
+    module.eval = lambda: module  # type: ignore[method-assign]
+    return module
+
+
+def _from_torchscript(path: Path) -> Found:
+    _check_file(path)
+    if path.suffix == ".safetensors" or not _is_torchscript(path):
+        raise BadSource(
+            f"{path} holds weights and no code; name what they belong to: accel export FILE.py:FACTORY --weights {path}"
+        )
+    try:
+        module = torch.jit.load(str(path), map_location="cpu")
+    except Exception as error:
+        raise InvalidModel(f"{path} is no TorchScript file ({_reason(error)}); save it again") from error
+    return Found(module=module, path=path, files=(path,))
+
+
+def _is_torchscript(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any("/code/" in name for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError) as error:
+        raise InvalidModel(f"{path} is neither a PyTorch file nor whole ({_reason(error)}); save it again") from error
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise BadSource(f"{path} does not exist; check the path")
+    if path.stat().st_size == 0:
+        raise InvalidModel(f"{path} is empty; save it again")
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:160]

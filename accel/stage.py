@@ -1,0 +1,359 @@
+"""What a stage is, and how one is run: cached, checked against the signature, gated, recorded.
+
+A stage is a pure function ``stage(src: Artifact, config: StageConfig, out: Path) -> Artifact``. It writes ``out`` (and
+companions beside it) and nothing else; everything around that is here, the same for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import accel
+from accel.artifact import Artifact, Manifest, canonical_json, file_sha256, manifest_path, text_sha256
+from accel.cache import StageCache
+from accel.errors import CannotWrite, GateFailed, SignatureDrift, StageFailed, UnknownName, UnsupportedHere
+from accel.progress import report
+from accel.signature import Signature, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """The options of a stage. Everything that can change the result is a field; a ``Path`` counts by its content."""
+
+
+class StageFunction(Protocol):
+    def __call__(self, src: Artifact, config: Any, out: Path) -> Artifact: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """One comparison: ``passed`` is None where this machine could not run it (``note`` says why)."""
+
+    gate: str
+    case: str
+    output: str
+    metric: str
+    value: float | None
+    limit: float | None
+    passed: bool | None
+    note: str = ""
+
+
+class Gate(Protocol):
+    """A check of a stage's output against its input. ``to_json`` describes it for the cache key and the manifest."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def check(self, src: Artifact, out: Artifact) -> Sequence[GateResult]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A row of the table. ``function`` and ``config`` are import strings, loaded at first use.
+
+    ``takes``/``gives``: artifact kinds. ``packages``: distributions whose versions are part of the cache key.
+    ``may_change``: the parts of the contract this stage is there to change (``dtypes``, ``opset``, ``ir``).
+    ``suffix``: the ending of its output. ``version``: raised when the stage's own code changes its result.
+    """
+
+    name: str
+    function: str
+    config: str
+    takes: tuple[str, ...]
+    gives: str
+    suffix: str
+    packages: tuple[str, ...]
+    may_change: frozenset[str] = frozenset()
+    version: int = 1
+
+
+# The order in which they can follow one another.
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        name="onnx_from_torch",
+        function="accel.converters.onnx_from_torch:onnx_from_torch",
+        config="accel.converters.onnx_from_torch:OnnxFromTorchConfig",
+        takes=("torch",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("torch", "onnx", "onnxscript"),
+    ),
+    Stage(
+        name="simplify",
+        function="accel.converters.simplify:simplify",
+        config="accel.converters.simplify:SimplifyConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx", "onnxsim"),
+    ),
+    Stage(
+        name="cast",
+        function="accel.converters.cast:cast",
+        config="accel.converters.cast:CastConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx", "onnxruntime"),
+        may_change=frozenset({"dtypes"}),
+    ),
+    Stage(
+        name="quantize",
+        function="accel.converters.quantize:quantize",
+        config="accel.converters.quantize:QuantizeConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx", "onnxruntime", "nncf"),
+    ),
+    Stage(
+        name="engine_from_onnx",
+        function="accel.converters.engine_from_onnx:engine_from_onnx",
+        config="accel.converters.engine_from_onnx:EngineFromOnnxConfig",
+        takes=("onnx",),
+        gives="engine",
+        suffix=".engine",
+        packages=("onnx", "tensorrt-rtx-cu13-bindings", "tensorrt-cu13-bindings"),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+    Stage(
+        name="openvino_from_onnx",
+        function="accel.converters.openvino_from_onnx:openvino_from_onnx",
+        config="accel.converters.openvino_from_onnx:OpenVinoFromOnnxConfig",
+        takes=("onnx",),
+        gives="openvino",
+        suffix=".xml",
+        packages=("onnx", "openvino"),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+)
+
+# How the signature of a file is read back from the file itself, independent of the stage that wrote it.
+READERS: dict[str, str] = {
+    "onnx": "accel.sources.onnx_file:describe",
+    "openvino": "accel.converters.openvino_from_onnx:describe",
+}
+
+
+def load(target: str) -> Any:
+    """The object behind an import string ``module:attribute``."""
+    module, attribute = target.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def get_stage(name: str) -> Stage:
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    raise UnknownName(f"unknown stage {name!r}; the stages are {', '.join(s.name for s in STAGES)}")
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of these distributions (those installed), of accel and of Python."""
+    found = {"accel": accel.__version__, "python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def config_json(config: StageConfig) -> dict[str, Any]:
+    """The options as recorded and keyed: a path by its name and sha256, so that only its content counts."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return {"file": value.name, "sha256": path_sha256(value)}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, Mapping):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, frozenset | set):
+            return sorted(plain(v) for v in value)
+        if isinstance(value, tuple | list):
+            return [plain(v) for v in value]
+        return value
+
+    return plain(config)  # type: ignore[no-any-return]
+
+
+def path_sha256(path: Path) -> str:
+    """sha256 of a file, or of the names and hashes of all files in a folder."""
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+        return text_sha256("\n".join(f"{p.relative_to(path)} {file_sha256(p)}" for p in files))
+    return file_sha256(path)
+
+
+def run_stage(
+    name: str,
+    src: Artifact,
+    config: StageConfig,
+    *,
+    gates: Sequence[Gate] = (),
+    out: Path | None = None,
+    cache: StageCache | None = None,
+    stage: Stage | None = None,
+) -> Artifact:
+    """Run a stage, or take its result from the cache; publish it to ``out`` (None: it stays in the cache).
+
+    Raises ``UnsupportedHere`` for the wrong kind of input, ``StageFailed`` (and below) where it can't be done,
+    ``SignatureDrift`` where the result broke the contract, ``GateFailed`` where its outputs are off: then the bad file
+    is left aside as ``<out>.rejected`` and nothing under the final name has changed.
+    """
+    stage = stage or get_stage(name)
+    if src.kind not in stage.takes:
+        raise UnsupportedHere(f"stage {stage.name} takes {' or '.join(stage.takes)}, {src.path} is {src.kind}")
+    cache = cache or StageCache()
+    options = config_json(config)
+    used = versions(stage.packages)
+    key = text_sha256(
+        canonical_json(
+            {
+                "stage": stage.name,
+                "version": stage.version,
+                "options": options,
+                "versions": used,
+                "input": src.digest,
+                "signature": src.signature.to_json(),
+                "history": [record["key"] for record in (src.manifest.stages if src.manifest else ())],
+                "gates": [gate.to_json() for gate in gates],
+            }
+        )
+    )
+    made = cache.find(key)
+    if made is None:
+        with cache.scratch() as folder:
+            made = _make(stage, src, config, options, used, key, gates, folder, out, cache)
+    else:
+        report(f"{stage.name}: cached", 1.0)
+    return made.copy_to(out) if out is not None else made
+
+
+def _make(
+    stage: Stage,
+    src: Artifact,
+    config: StageConfig,
+    options: dict[str, Any],
+    used: dict[str, str],
+    key: str,
+    gates: Sequence[Gate],
+    folder: Path,
+    out: Path | None,
+    cache: StageCache,
+) -> Artifact:
+    function: Callable[..., Artifact] = load(stage.function)
+    report(stage.name, None)
+    started = time.monotonic()
+    inside = folder / f"model{stage.suffix}"
+    result = function(src, config, inside)
+    if not result.path.is_file() or result.path.stat().st_size == 0:
+        raise StageFailed(f"stage {stage.name} wrote no output; run it again with --no-cache")
+    result = check_contract(stage, src, config, result)
+    seconds = time.monotonic() - started
+    results = []
+    for gate in gates:
+        results += gate.check(src, result)
+    for failed in (r for r in results if r.passed is False):
+        aside = _set_aside(result, out or cache.root / "rejected" / f"{stage.name}{stage.suffix}")
+        raise GateFailed(
+            f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.metric} is "
+            f"{failed.value:.3g}, the limit is {failed.limit:.3g}; the file is set aside as {aside}"
+            + (f" ({failed.note})" if failed.note else "")
+        )
+    hashes = result.hashes()
+    previous = src.manifest.stages if src.manifest else ()
+    record = {
+        "name": stage.name,
+        "key": key,
+        "options": options,
+        "versions": used,
+        "input": src.digest,
+        "input_path": str(src.path.absolute()),
+        "output": list(hashes.values()),
+        "seconds": round(seconds, 3),
+        "gates": [dataclasses.asdict(r) for r in results],
+        "notes": dict(result.notes),
+    }
+    manifest = Manifest(
+        kind=result.kind,
+        signature=result.signature,
+        files=hashes,
+        source=src.source,
+        stages=(*previous, record),
+        properties=result.properties,
+    )
+    manifest.write(manifest_path(result.path))
+    return cache.store(key, folder, result.path.name)
+
+
+def _set_aside(result: Artifact, out: Path) -> Path:
+    aside = out.with_name(out.name + ".rejected")
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(result.path, aside)
+    except OSError:
+        import shutil
+
+        try:
+            shutil.copyfile(result.path, aside)
+        except OSError as error:
+            raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another -o") from error
+    return aside
+
+
+def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Artifact) -> Artifact:
+    """``result`` with the signature that its own bytes show, once it is known to keep the contract of ``src``."""
+    where = f"stage {stage.name}"
+    found, properties = result.signature, dict(result.properties)
+    if result.kind in READERS:
+        found, read = load(READERS[result.kind])(result.path)
+        properties |= read
+    _compare_specs(where, "input", src.signature.inputs, found.inputs, stage.may_change)
+    if src.signature.outputs:
+        _compare_specs(where, "output", src.signature.outputs, found.outputs, stage.may_change)
+    asked = getattr(config, "opset", None)
+    for name, wanted in (("opset", asked or src.properties.get("opset")), ("ir", src.properties.get("ir"))):
+        has = properties.get(name)
+        if wanted is not None and has is not None and has != wanted and (asked or name not in stage.may_change):
+            raise SignatureDrift(f"{where} gave {name} {has} where {wanted} was to be; ask for --{name} {has} instead")
+    dims = {d: r for d, r in src.signature.dims.items() if d in found.dynamic_dims}
+    values = {spec.name: spec.values for spec in src.signature.inputs}
+    inputs = tuple(replace(spec, values=values.get(spec.name)) for spec in found.inputs)
+    return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)
+
+
+def _compare_specs(
+    where: str,
+    role: str,
+    wanted: Sequence[TensorSpec],
+    found: Sequence[TensorSpec],
+    may_change: frozenset[str],
+) -> None:
+    have = {spec.name: spec for spec in found}
+    for spec in wanted:
+        if spec.name not in have:
+            raise SignatureDrift(f"{where} lost the {role} {spec.name!r}; what is left: {', '.join(have) or 'nothing'}")
+        other = have[spec.name]
+        if spec.dtype != other.dtype and "dtypes" not in may_change:
+            raise SignatureDrift(f"{where} made the {role} {spec.name!r} {other.dtype}, it has to stay {spec.dtype}")
+        if len(spec.shape) != len(other.shape):
+            raise SignatureDrift(f"{where} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
+        for dim, now in zip(spec.shape, other.shape, strict=True):
+            # An output dim may be called otherwise (a formula); dynamic has to stay dynamic and fixed has to stay fixed.
+            if isinstance(dim, str) != isinstance(now, str) or (isinstance(dim, int) and dim != now):
+                raise SignatureDrift(f"{where} turned the dim {dim!r} of the {role} {spec.name!r} into {now!r}")
+            if role == "input" and dim != now:
+                raise SignatureDrift(f"{where} renamed the dim {dim!r} of the {role} {spec.name!r} to {now!r}")
+    if extra := set(have) - {spec.name for spec in wanted}:
+        raise SignatureDrift(f"{where} added the {role} {sorted(extra)[0]!r}, which the model did not have")

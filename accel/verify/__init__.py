@@ -1,0 +1,1 @@
+"""Comparing outputs: metrics, tolerances, gates."""

@@ -1,0 +1,111 @@
+"""How far two sets of outputs are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One output against its reference.
+
+    ``max_abs``: largest absolute difference. ``scale``: largest absolute value of the reference. ``rel_l2``:
+    ||candidate - reference||₂ / ||reference||₂. ``cosine``: smallest cosine similarity of a sample (axis 0) with its
+    reference. ``problem``: why they can't be compared (a shape, a NaN where the reference has none); else empty.
+    """
+
+    output: str
+    max_abs: float
+    scale: float
+    rel_l2: float
+    cosine: float
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        import math
+
+        body = asdict(self)
+        return {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in body.items()}
+
+
+def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
+    """Computed in float64. Equal infinities are equal; a NaN equals only a NaN at the same place."""
+    import numpy as np
+
+    if reference.shape != candidate.shape:
+        return _incomparable(output, f"its shape is {list(candidate.shape)}, not {list(reference.shape)}")
+    if reference.dtype.kind in "OUS":
+        equal = bool((reference == candidate).all())
+        return Difference(output=output, max_abs=0.0 if equal else 1.0, scale=1.0, rel_l2=0.0 if equal else 1.0, cosine=1.0)
+    ref, got = reference.astype(np.float64), candidate.astype(np.float64)
+    finite = np.isfinite(ref)
+    if not np.array_equal(finite, np.isfinite(got)):
+        bad = int((finite & ~np.isfinite(got)).sum())
+        return _incomparable(output, f"{bad} values are NaN or infinite where the reference is not")
+    if not np.array_equal(ref[~finite], got[~finite], equal_nan=True):
+        return _incomparable(output, "its infinities or NaN are not those of the reference")
+    ref, got = np.where(finite, ref, 0.0), np.where(finite, got, 0.0)
+    error = got - ref
+    norm = float(np.linalg.norm(ref))
+    apart = float(np.linalg.norm(error))
+    return Difference(
+        output=output,
+        max_abs=float(np.abs(error).max(initial=0.0)),
+        scale=float(np.abs(ref).max(initial=0.0)),
+        rel_l2=apart / norm if norm else (0.0 if apart == 0 else float("inf")),
+        cosine=_smallest_cosine(ref, got),
+    )
+
+
+def _incomparable(output: str, problem: str) -> Difference:
+    inf = float("inf")
+    return Difference(output=output, max_abs=inf, scale=0.0, rel_l2=inf, cosine=-1.0, problem=problem)
+
+
+def _smallest_cosine(ref: np.ndarray, got: np.ndarray) -> float:
+    import numpy as np
+
+    rows = ref.shape[0] if ref.ndim > 1 else 1
+    if ref.size == 0:
+        return 1.0
+    a, b = ref.reshape(rows, -1), got.reshape(rows, -1)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    dots = (a * b).sum(axis=1)
+    both_zero = (np.linalg.norm(a, axis=1) == 0) & (np.linalg.norm(b, axis=1) == 0)
+    cosine = np.where(both_zero, 1.0, dots / np.where(norms == 0, 1.0, norms))
+    return float(cosine.min())
+
+
+def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndarray]) -> list[Difference]:
+    """Every output of the reference, matched by name, never by position."""
+    found = []
+    for name, value in reference.items():
+        if name not in candidate:
+            found.append(_incomparable(name, f"it is missing; the outputs are {', '.join(candidate)}"))
+        else:
+            found.append(difference(name, value, candidate[name]))
+    return found
+
+
+def worst(differences: list[list[Difference]]) -> dict[str, Difference]:
+    """By output, the largest of each number over several comparisons."""
+    merged: dict[str, Difference] = {}
+    for row in (d for comparison in differences for d in comparison):
+        seen = merged.get(row.output)
+        if seen is None:
+            merged[row.output] = row
+            continue
+        merged[row.output] = Difference(
+            output=row.output,
+            max_abs=max(seen.max_abs, row.max_abs),
+            scale=max(seen.scale, row.scale),
+            rel_l2=max(seen.rel_l2, row.rel_l2),
+            cosine=min(seen.cosine, row.cosine),
+            problem=seen.problem or row.problem,
+        )
+    return merged

@@ -1,0 +1,138 @@
+"""The user's data: what calibration reads and what gates and metrics are computed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel.errors import BadData
+from accel.signature import Signature, numpy_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples for a model. A part is a set of arrays that are stacked on axis 0; parts may differ in their shapes.
+
+    ``inputs`` of a part are the arrays named like the model's inputs, ``extra`` everything else (labels, say).
+    """
+
+    path: Path
+    signature: Signature
+    parts: tuple[Mapping[str, np.ndarray], ...]
+
+    @classmethod
+    def load(cls, path: Path, signature: Signature) -> Dataset:
+        """``.npz`` (one array an input, samples on axis 0), or a folder of them (shapes may differ between files).
+
+        ``BadData`` where it can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
+        Nothing is unpickled.
+        """
+        if path.is_dir():
+            files = sorted(path.glob("*.npz"))
+            if not files:
+                raise BadData(f"{path} holds no .npz file; save one array per input with numpy.savez")
+        elif path.is_file():
+            files = [path]
+        else:
+            raise BadData(f"{path} does not exist; check --data")
+        return cls(path, signature, tuple(_read(file, signature) for file in files))
+
+    def __len__(self) -> int:
+        first = self.signature.inputs[0].name
+        return sum(len(part[first]) for part in self.parts)
+
+    def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
+        """Feeds of at most ``size`` samples (exactly the model's own batch where it is fixed), ``limit`` samples in
+        all. A last batch that a fixed model can't take is left out."""
+        fixed = self._fixed_batch()
+        step = fixed or size
+        left = len(self) if limit is None else limit
+        for part in self.parts:
+            count = len(part[self.signature.inputs[0].name])
+            for start in range(0, count, step):
+                take = min(step, left, count - start)
+                if take <= 0 or (fixed and take < fixed):
+                    break
+                yield {spec.name: part[spec.name][start : start + take] for spec in self.signature.inputs}
+                left -= take
+
+    def extra(self) -> dict[str, np.ndarray]:
+        """Arrays that are no inputs, joined over the parts: labels, reference scores."""
+        import numpy as np
+
+        names = {spec.name for spec in self.signature.inputs}
+        found: dict[str, list[np.ndarray]] = {}
+        for part in self.parts:
+            for name, value in part.items():
+                if name not in names:
+                    found.setdefault(name, []).append(value)
+        return {name: values[0] if len(values) == 1 else np.concatenate(values) for name, values in found.items()}
+
+    def _fixed_batch(self) -> int | None:
+        dims = {spec.shape[0] for spec in self.signature.inputs if spec.shape}
+        sizes = [d for d in dims if isinstance(d, int)]
+        return sizes[0] if sizes else None
+
+
+def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
+    import zipfile
+
+    import numpy as np
+
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise BadData(f"{file} is a single array; save one array per input with numpy.savez({file.stem}, x=...)")
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez") from error
+    first = signature.inputs[0].name
+    for spec in signature.inputs:
+        if spec.name not in arrays:
+            has = ", ".join(arrays) or "nothing"
+            raise BadData(f"{file} has no array {spec.name!r} (it has {has}); name the arrays like the model's inputs")
+        arrays[spec.name] = _fitting(file, arrays[spec.name], spec.name, signature)
+        if len(arrays[spec.name]) != len(arrays[first]):
+            raise BadData(
+                f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, {first!r} has {len(arrays[first])}"
+            )
+    if len(arrays[first]) == 0:
+        raise BadData(f"{file} holds no samples; save at least one")
+    return arrays
+
+
+def _fitting(file: Path, value: np.ndarray, name: str, signature: Signature) -> np.ndarray:
+    import numpy as np
+
+    spec = signature.input(name)
+    if value.ndim != len(spec.shape) or value.ndim == 0:
+        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}")
+    for axis, (dim, size) in enumerate(zip(spec.shape, value.shape, strict=True)):
+        if axis and isinstance(dim, int) and dim != size:
+            raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}")
+        if axis and isinstance(dim, str) and not signature.dims[dim].min <= size <= signature.dims[dim].max:
+            bounds = signature.dims[dim]
+            raise BadData(
+                f"{file}: {name!r} has {dim} {size}, outside {bounds.min}..{bounds.max}; "
+                f"pass --dim {dim}={min(bounds.min, size)}:{bounds.opt}:{max(bounds.max, size)}"
+            )
+    wanted = numpy_dtype(spec.dtype)
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        rows = sorted({int(i) for i in np.argwhere(~np.isfinite(value))[:, 0]})
+        raise BadData(f"{file}: {name!r} holds NaN or infinity in sample {rows[0]} ({len(rows)} in all); remove them")
+    if value.dtype == wanted:
+        return value
+    # The same kind of number in another width is what numpy makes by default (int32, float64): taken where it fits.
+    same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
+    if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
+        raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as that")
+    converted = value.astype(wanted)
+    if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
+        raise BadData(f"{file}: {name!r} holds numbers that don't fit {spec.dtype}")
+    return converted

@@ -1,0 +1,142 @@
+"""The check after a stage: its output runs beside its input, on several shapes and on the user's data."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, GateFailed
+from accel.progress import report
+from accel.runtimes.base import BaseSession, SessionOptions, default_runtime, open_session
+from accel.stage import GateResult, path_sha256
+from accel.verify.compare import Difference, compare
+from accel.verify.data import Dataset
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Outputs of reference models, by artifact and feeds: several stages are compared with the same input.
+_references: OrderedDict[tuple[str, str, str, int], dict[str, np.ndarray]] = OrderedDict()
+_REFERENCE_BYTES = 1 << 29
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGate:
+    """Largest relative error ||candidate - reference||₂ / ||reference||₂ of any output, at any shape.
+
+    ``limit`` holds on random inputs at ``signature.cases()``; ``data_limit`` (default: the same) on ``samples`` samples
+    of ``data``. A lossy stage may have a wide limit on random inputs, which are nothing like what it was calibrated on:
+    they are there to find a baked-in batch or a lost mask, and the user's metric has the last word.
+    """
+
+    name: str = "outputs"
+    limit: float
+    data: Path | None = None
+    data_limit: float | None = None
+    samples: int = 16
+
+    def to_json(self) -> dict[str, Any]:
+        body = asdict(self)
+        body["data"] = path_sha256(self.data) if self.data else None
+        return body
+
+    def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
+        """One result an output and case; ``passed`` is None where this machine can't run ``out``."""
+        runtime = gate_runtime(out)
+        if runtime is None:
+            note = f"{out.kind} can't run on this machine; run accel verify where it can"
+            return [self._result("all", "*", None, None, None, note)]
+        results: list[GateResult] = []
+        with (
+            open_session(src, gate_runtime(src), _reference_options()) as reference,
+            open_session(out, runtime) as candidate,
+        ):
+            for case, feeds, limit in self._feeds(src, out):
+                report(f"gate: {case}")
+                try:
+                    results += self._compare(reference, candidate, case, feeds, limit)
+                except AccelError:
+                    raise
+                except Exception as error:
+                    reason = " ".join(str(error).split())[:200]
+                    raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
+        return results
+
+    def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray], float]]:
+        for index, sizes in enumerate(out.signature.cases()):
+            case = ", ".join(f"{d}={s}" for d, s in sizes.items()) or "its fixed shape"
+            yield case, src.signature.example_inputs(seed=index, **sizes), self.limit
+        if self.data is not None:
+            limit = self.limit if self.data_limit is None else self.data_limit
+            for index, feeds in enumerate(Dataset.load(self.data, src.signature).batches(4, self.samples)):
+                yield f"{self.data.name} batch {index}", feeds, limit
+
+    def _compare(
+        self, reference: BaseSession, candidate: BaseSession, case: str, feeds: dict[str, np.ndarray], limit: float
+    ) -> list[GateResult]:
+        wanted = _reference_outputs(reference, case, feeds)
+        found = candidate.run(cast_feeds(candidate, feeds))
+        return [self._result(case, d.output, d, limit, d.rel_l2 <= limit, d.problem) for d in compare(wanted, found)]
+
+    def _result(
+        self, case: str, output: str, found: Difference | None, limit: float | None, passed: bool | None, note: str
+    ) -> GateResult:
+        import math
+
+        value = found.rel_l2 if found and math.isfinite(found.rel_l2) else (1e30 if found else None)
+        return GateResult(
+            gate=self.name,
+            case=case,
+            output=output,
+            metric="rel_l2",
+            value=value,
+            limit=limit,
+            passed=passed,
+            note=note,
+        )
+
+
+def cast_feeds(session: BaseSession, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same feeds in the dtypes that this session's inputs have (a cast model may take float16)."""
+    from accel.signature import numpy_dtype
+
+    dtypes = {spec.name: spec.dtype for spec in session.signature.inputs}
+    return {
+        name: value if dtypes.get(name) in (None, str(value.dtype), "string") else value.astype(numpy_dtype(dtypes[name]))
+        for name, value in feeds.items()
+    }
+
+
+def gate_runtime(artifact: Artifact) -> str | None:
+    """What an artifact is run with when it is judged. A 16-bit ONNX model is rounded after every node: ONNX Runtime on
+    a CPU computes it in float32, and would hide what overflows. None where this machine can't run it."""
+    if artifact.kind == "onnx" and artifact.properties.get("precision") in ("fp16", "bf16"):
+        return "onnx-rounded"
+    runtime = default_runtime(artifact)
+    return runtime.name if runtime.runnable() else None
+
+
+def _reference_options() -> SessionOptions:
+    return SessionOptions()
+
+
+def _reference_outputs(session: BaseSession, case: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    dims = str(session.signature.to_json()["dims"])
+    key = (session.artifact.digest, case, dims, sum(int(v.nbytes) for v in feeds.values()))
+    if key not in _references:
+        _references[key] = session.run(cast_feeds(session, feeds))
+        while sum(v.nbytes for outputs in _references.values() for v in outputs.values()) > _REFERENCE_BYTES:
+            _references.popitem(last=False)
+            if not _references:
+                return session.run(cast_feeds(session, feeds))
+    return _references[key]
+
+
+def worst_result(results: Sequence[GateResult]) -> GateResult | None:
+    """The comparison that came closest to its limit, or over it."""
+    compared = [r for r in results if r.value is not None and r.limit]
+    return max(compared, key=lambda r: (r.value or 0.0) / (r.limit or 1.0), default=None)

@@ -1,0 +1,245 @@
+"""PyTorch to ONNX: a ladder of exporters, each rung verified, the first that is right is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, ExportFailed
+from accel.progress import report
+from accel.sources.onnx_file import describe, one_line
+from accel.stage import Stage, StageConfig, check_contract, get_stage
+from accel.verify.gates import OutputGate, worst_result
+
+if TYPE_CHECKING:
+    import onnx
+
+# Rewriting a float32 graph moves the result by a few units in the last place of each sum.
+FP32_LIMIT = 1e-4
+LIMITS = {"fp32": FP32_LIMIT, "fp16": 2e-2, "bf16": 1e-1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxFromTorchConfig(StageConfig):
+    """``opset``: what the file will have, exactly. ``ladder``: the exporters, in the order they are tried."""
+
+    opset: int = 20
+    ladder: tuple[str, ...] = ("dynamo", "legacy")
+
+
+class OpsetNotGiven(ExportFailed):
+    """An exporter wrote another opset than the one asked for."""
+
+
+def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Artifact:
+    """Export ``src`` (kind ``torch``) to ``out``.
+
+    Each rung's file has to pass the checker, keep the contract and agree with eager PyTorch at every case of the
+    signature; the notes say which rung was taken and why the others before it were not. ``ExportFailed`` names the
+    reason of every rung.
+    """
+    refused: dict[str, str] = {}
+    for rung in config.ladder:
+        if rung not in _RUNGS:
+            raise ExportFailed(f"unknown exporter {rung!r}; the ladder is made of {', '.join(_RUNGS)}")
+        report(f"onnx_from_torch: {rung}")
+        out.unlink(missing_ok=True)
+        try:
+            with _quiet():
+                _RUNGS[rung](src, config, out)
+            made = _verified(src, config, out)
+        except AccelError as error:
+            refused[rung] = str(error)
+        except Exception as error:  # exporters raise whatever the part that failed raises
+            refused[rung] = f"{type(error).__name__}: {_first_line(error)}"
+        else:
+            notes = {"rung": rung, "refused": refused, **made.notes}
+            return Artifact(path=out, kind="onnx", signature=made.signature, properties=made.properties, notes=notes)
+        for left in out.parent.glob(f"{out.name}*"):
+            left.unlink()
+    reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
+    raise ExportFailed(f"no exporter gave a right model of {src.source.get('spec', src.path)} ({reasons})")
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] if lines else "no reason given"
+
+
+def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Artifact:
+    import onnx
+
+    _, properties = describe(out)
+    if properties["opset"] != config.opset:
+        raise OpsetNotGiven(f"it wrote opset {properties['opset']}, not {config.opset}")
+    try:
+        onnx.checker.check_model(str(out), full_check=True)
+    except Exception as error:
+        raise ExportFailed(f"its file fails the checker: {one_line(error)}") from error
+    stage: Stage = get_stage("onnx_from_torch")
+    made = check_contract(stage, src, config, Artifact(path=out, kind="onnx", signature=src.signature))
+    limit = LIMITS[src.properties.get("precision", "fp32")]
+    results = OutputGate(limit=limit).check(src, made)
+    worst = worst_result(results)
+    failed = [r for r in results if r.passed is False]
+    if failed:
+        raise ExportFailed(
+            f"its outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} (limit {limit:g}) "
+            f"{failed[0].note}".rstrip()
+        )
+    return Artifact(
+        path=out,
+        kind="onnx",
+        signature=made.signature,
+        properties=made.properties,
+        notes={"worst_rel_l2": worst.value if worst else None},
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Exporters print, log and warn; what matters of it is checked on the file itself."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _example(src: Artifact) -> tuple[Any, ...]:
+    """Tensors to trace with. No dynamic dim is 1 (exporters take 1 for a constant) and no two are equal."""
+    from accel.sources.torch_call import to_tensor
+
+    sizes: dict[str, int] = {}
+    for dim, bounds in src.signature.dims.items():
+        size = max(bounds.opt, 2)
+        while size in sizes.values():
+            size += 1
+        sizes[dim] = size if size <= bounds.max else bounds.opt
+    feeds = src.signature.example_inputs(**sizes)
+    return tuple(to_tensor(feeds[spec.name]) for spec in src.signature.inputs)
+
+
+def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
+    import torch
+
+    dims = {
+        name: torch.export.Dim(name, min=bounds.min, max=bounds.max) for name, bounds in src.signature.dims.items()
+    }
+    shapes = tuple(
+        {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
+    )
+    outputs = _output_names(src)
+    with torch.no_grad():
+        program = torch.onnx.export(
+            _named(src),
+            _example(src),
+            dynamo=True,
+            opset_version=config.opset,
+            input_names=[spec.name for spec in src.signature.inputs],
+            output_names=outputs,
+            dynamic_shapes=(shapes,),
+            external_data=False,
+            optimize=True,
+            verbose=False,
+        )
+    if program is None:
+        raise ExportFailed("it gave no program")
+    program.save(str(out), external_data=False)
+    _finish_graph(src, out, outputs)
+
+
+def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
+    """Give the file the names and dims of the contract, where the exporter has its own.
+
+    Outputs are exported under names that no value inside can have (a model's ``embedding`` may well be the name of an
+    operator's result) and renamed here; input dims lose the exporter's symbols; an output dim that never changed in
+    PyTorch is written down as fixed. The gate then runs the file at every shape.
+    """
+    import onnx
+
+    model = onnx.load(str(out))
+    wanted = {old: spec.name for old, spec in zip(outputs, src.signature.outputs, strict=True)}
+    taken = {name for node in model.graph.node for name in (*node.input, *node.output)} - set(wanted)
+    rename = {**{name: f"{name}_inner" for name in wanted.values() if name in taken}, **wanted}
+    for name in (spec.name for spec in src.signature.inputs):
+        rename.pop(name, None)
+    _rename_values(model.graph, rename)
+    specs = {spec.name: spec for spec in (*src.signature.inputs, *src.signature.outputs)}
+    symbols: dict[str, str] = {}
+    for value in (*model.graph.input, *model.graph.output):
+        for dim, asked in zip(value.type.tensor_type.shape.dim, specs[value.name].shape, strict=False):
+            if isinstance(asked, str) and dim.dim_param and dim.dim_param != asked:
+                symbols.setdefault(dim.dim_param, asked)
+            elif isinstance(asked, int) and dim.dim_param:
+                dim.dim_value = asked
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in symbols:
+                dim.dim_param = symbols[dim.dim_param]
+    onnx.save(model, str(out))
+
+
+def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    for node in graph.node:
+        for field in (node.input, node.output):
+            for index, name in enumerate(field):
+                field[index] = names.get(name, name)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _rename_values(inner, names)
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = names.get(value.name, value.name)
+
+
+def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
+    import torch
+
+    outputs = _output_names(src)
+    inputs = [spec.name for spec in src.signature.inputs]
+    dynamic = {
+        name: {axis: d for axis, d in enumerate(spec.shape) if isinstance(d, str)}
+        for name, spec in zip(
+            (*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True
+        )
+    }
+    with torch.no_grad():
+        torch.onnx.export(
+            _named(src),
+            _example(src),
+            str(out),
+            dynamo=False,
+            opset_version=config.opset,
+            input_names=inputs,
+            output_names=outputs,
+            dynamic_axes={name: axes for name, axes in dynamic.items() if axes},
+        )
+    _finish_graph(src, out, outputs)
+
+
+def _output_names(src: Artifact) -> list[str]:
+    return [f"accel_output_{index}" for index in range(len(src.signature.outputs))]
+
+
+def _named(src: Artifact) -> Any:
+    from accel.sources.torch_call import NamedModule
+    from accel.sources.torch_source import module_of
+
+    names = [spec.name for spec in src.signature.inputs]
+    return NamedModule(module_of(src), names, [spec.name for spec in src.signature.outputs]).eval()
+
+
+_RUNGS: dict[str, Callable[[Artifact, OnnxFromTorchConfig, Path], None]] = {"dynamo": _dynamo, "legacy": _legacy}
