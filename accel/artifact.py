@@ -129,7 +129,9 @@ class Manifest:
             raise broken from error
         # The digest covers the values; comparing the text covers white space and escapes as well.
         if body.get("format") != FORMAT:
-            raise ChainBroken(f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again")
+            raise ChainBroken(
+                f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again"
+            )
         if manifest.to_text() != text:
             raise broken
         return manifest

@@ -43,7 +43,11 @@ class Child:
     """
 
     def __init__(
-        self, make: str | None = None, arguments: Mapping[str, Any] | None = None, *, env: Mapping[str, str] | None = None
+        self,
+        make: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         ours, theirs = Pipe()

@@ -136,9 +136,7 @@ def _example(src: Artifact) -> tuple[Any, ...]:
 def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
     import torch
 
-    dims = {
-        name: torch.export.Dim(name, min=bounds.min, max=bounds.max) for name, bounds in src.signature.dims.items()
-    }
+    dims = {name: torch.export.Dim(name, min=bounds.min, max=bounds.max) for name, bounds in src.signature.dims.items()}
     shapes = tuple(
         {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
     )
@@ -212,9 +210,7 @@ def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
     inputs = [spec.name for spec in src.signature.inputs]
     dynamic = {
         name: {axis: d for axis, d in enumerate(spec.shape) if isinstance(d, str)}
-        for name, spec in zip(
-            (*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True
-        )
+        for name, spec in zip((*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True)
     }
     with torch.no_grad():
         torch.onnx.export(

@@ -22,7 +22,12 @@ _PARTS = (
     ("onnxruntime", "onnxruntime", None, "the reference runtime and the target ort-cpu"),
     ("openvino", "openvino", "openvino", "the target openvino: the fastest int8 and bf16 on x86 CPUs"),
     ("nncf", "nncf", "openvino", "int8 in the form that OpenVINO runs fastest"),
-    ("tensorrt-rtx-cu13-bindings", "tensorrt_rtx_bindings", "tensorrt-rtx", "the target tensorrt-rtx: engines, built without a GPU"),
+    (
+        "tensorrt-rtx-cu13-bindings",
+        "tensorrt_rtx_bindings",
+        "tensorrt-rtx",
+        "the target tensorrt-rtx: engines, built without a GPU",
+    ),
     ("tensorrt", "tensorrt", "tensorrt", "the target tensorrt: engines for data-centre GPUs"),
     ("onnxruntime-gpu", "onnxruntime", "cuda", "the target ort-cuda: ONNX Runtime on NVIDIA GPUs"),
     ("cuda-bindings", "cuda.bindings", "tensorrt-rtx", "running engines on a GPU"),
@@ -75,7 +80,13 @@ def _target(name: str) -> dict[str, Any]:
     why = "" if runtime.installed else f'pip install "accel-toolchain[{target.extra}]"'
     if not why and runtime.needs_gpu and not has_nvidia_gpu():
         why = "no NVIDIA GPU here" + ("; engines can be built" if target.kind == "engine" else "")
-    return {"name": name, "brings": target.brings, "builds": runtime.installed, "runs": runtime.runnable(), "why_not": why}
+    return {
+        "name": name,
+        "brings": target.brings,
+        "builds": runtime.installed,
+        "runs": runtime.runnable(),
+        "why_not": why,
+    }
 
 
 def machine() -> dict[str, Any]:

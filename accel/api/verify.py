@@ -88,9 +88,7 @@ def verify(
             problems.append(f"output {name!r}: {difference.problem}")
         elif difference.rel_l2 > limit:
             problems.append(f"output {name!r}: rel_l2 {difference.rel_l2:.3g} is over the limit {limit:g}")
-    return Verification(
-        passed=not problems, limit=limit, outputs=outputs, cases=tuple(cases), problems=tuple(problems)
-    )
+    return Verification(passed=not problems, limit=limit, outputs=outputs, cases=tuple(cases), problems=tuple(problems))
 
 
 def effective_precision(artifact: Artifact) -> str:
@@ -112,6 +110,7 @@ def _feeds(
     # The shapes both can take: an engine's profile may be narrower than what it was made from.
     for index, sizes in enumerate(second.signature.cases()):
         known = {d: s for d, s in sizes.items() if d in first.signature.dims}
-        yield ", ".join(f"{d}={s}" for d, s in known.items()) or "fixed shape", first.signature.example_inputs(
-            seed=index, **known
+        yield (
+            ", ".join(f"{d}={s}" for d, s in known.items()) or "fixed shape",
+            first.signature.example_inputs(seed=index, **known),
         )

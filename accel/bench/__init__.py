@@ -1,1 +1,1 @@
-"""Timing: paired blocks in separate processes, and their statistics."""
+"""Timing candidates beside one another: what is said to be faster has to be faster than the noise."""

@@ -47,3 +47,23 @@ def read_dims(dims: tuple[str, ...]) -> dict[str, DimRange]:
             raise BadInputSpec(f"can't read --dim {text!r}; write NAME=MIN:OPT:MAX, e.g. sequence=8:128:512")
         found[name] = DimRange.parse(rest)
     return found
+
+
+sizes_option = click.option(
+    "--sizes",
+    metavar="NAME=SIZE,...",
+    help="The shape to measure at: batch=1,sequence=128. By default a sample of the data, else the dims' usual sizes.",
+)
+
+
+def read_sizes(text: str | None) -> dict[str, int]:
+    """``"batch=1,sequence=128"`` as sizes by dim."""
+    found: dict[str, int] = {}
+    for part in (text or "").split(","):
+        if not part:
+            continue
+        name, equals, size = part.partition("=")
+        if not equals or not size.isdigit():
+            raise BadInputSpec(f"can't read --sizes {text!r}; write NAME=SIZE,..., e.g. batch=1,sequence=128")
+        found[name.strip()] = int(size)
+    return found

@@ -65,7 +65,9 @@ def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
             elif isinstance(value, tuple | list) and len(value) == 2:
                 specs.append(TensorSpec(name, str(value[0]), tuple(value[1])))
             else:
-                raise BadInputSpec(f"can't read the input {name!r}: give (dtype, shape), e.g. ('float32', ('batch', 3))")
+                raise BadInputSpec(
+                    f"can't read the input {name!r}: give (dtype, shape), e.g. ('float32', ('batch', 3))"
+                )
     else:
         for value in inputs:
             specs.append(value if isinstance(value, TensorSpec) else TensorSpec.parse(value))

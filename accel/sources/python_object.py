@@ -64,7 +64,9 @@ def _import_module(name: str, spec: str) -> ModuleType:
             ) from error
         raise raised(f"importing {name}", error) from error
     except ValueError as error:
-        raise BadSource(f"{spec!r} is no module name; give a path, file.py:factory or package.module:factory") from error
+        raise BadSource(
+            f"{spec!r} is no module name; give a path, file.py:factory or package.module:factory"
+        ) from error
     except Exception as error:
         raise raised(f"importing {name}", error) from error
 
@@ -73,4 +75,6 @@ def raised(what: str, error: Exception) -> BadSource:
     """What the user's own code raised, in one line with the place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     reason = " ".join(str(error).split())[:200]
-    return BadSource(f"{what} raised {type(error).__name__}: {reason} ({Path(frame.filename).name} line {frame.lineno})")
+    return BadSource(
+        f"{what} raised {type(error).__name__}: {reason} ({Path(frame.filename).name} line {frame.lineno})"
+    )

@@ -33,7 +33,6 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 def to_array(value: torch.Tensor) -> np.ndarray:
     """The tensor as numpy (bfloat16 through ml_dtypes)."""
     import ml_dtypes
-    import numpy as np
 
     value = value.detach().cpu().contiguous()
     if value.dtype == torch.bfloat16:
@@ -141,7 +140,9 @@ def discover_outputs(
     specs = []
     for index, (name, value) in enumerate(first.items()):
         if any(run[name].ndim != value.ndim for run in runs):
-            raise BadSource(f"the output {name!r} of {where} changes its rank with the input's size; that can't be exported")
+            raise BadSource(
+                f"the output {name!r} of {where} changes its rank with the input's size; that can't be exported"
+            )
         shape: list[Dim] = []
         for axis in range(value.ndim):
             sizes_seen = [run[name].shape[axis] for run in runs]

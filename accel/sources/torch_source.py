@@ -143,7 +143,9 @@ def _from_factory(spec: str, weights: Path | None) -> Found:
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         made, example = made
     if not isinstance(made, torch.nn.Module):
-        raise BadSource(f"{spec} returned {type(made).__name__}; a factory returns an nn.Module (or a module and inputs)")
+        raise BadSource(
+            f"{spec} returned {type(made).__name__}; a factory returns an nn.Module (or a module and inputs)"
+        )
     code = Path(getattr(module, "__file__", "") or spec)
     files = [code] if code.is_file() else []
     if weights is not None:
@@ -205,14 +207,18 @@ def _from_exported_program(path: Path) -> Found:
     try:
         program = torch.export.load(path)
     except Exception as error:
-        raise InvalidModel(f"{path} is no exported program ({_reason(error)}); write it with torch.export.save") from error
+        raise InvalidModel(
+            f"{path} is no exported program ({_reason(error)}); write it with torch.export.save"
+        ) from error
     module = program.module()
     args, kwargs = program.example_inputs or ((), {})
     named = dict(zip(program.call_spec.in_spec.child(1).context if kwargs else (), kwargs.values(), strict=False))
     parameters = [n for n in inspect.signature(module.forward).parameters if n not in named]
     tensors = flatten({**dict(zip(parameters, args, strict=False)), **named})
     bounds = {str(symbol): interval for symbol, interval in program.range_constraints.items()}
-    placeholders = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs]
+    placeholders = [
+        n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
+    ]
     specs, dims = [], {}
     for (name, tensor), node in zip(tensors.items(), placeholders, strict=True):
         shape: list[int | str] = []
@@ -230,7 +236,13 @@ def _from_exported_program(path: Path) -> Found:
             dims[dim] = (symbol, DimRange(min(low, opt), opt, max(opt, min(high, max(8, 4 * opt)))))
             shape.append(dim)
         specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
-    return Found(module=_evaluating(module), path=path, files=(path,), inputs=tuple(specs), dims={d: r for d, (_, r) in dims.items()})
+    return Found(
+        module=_evaluating(module),
+        path=path,
+        files=(path,),
+        inputs=tuple(specs),
+        dims={d: r for d, (_, r) in dims.items()},
+    )
 
 
 def _evaluating(module: torch.nn.Module) -> torch.nn.Module:

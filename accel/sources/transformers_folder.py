@@ -54,13 +54,23 @@ def _inputs(module: Any) -> tuple[tuple[TensorSpec, ...], dict[str, DimRange]]:
         if getattr(config, "type_vocab_size", 0) > 1:
             specs.append(TensorSpec("token_type_ids", "int64", shape, (0, int(config.type_vocab_size) - 1)))
         longest = int(getattr(config, "max_position_embeddings", 512))
-        if getattr(config, "pad_token_id", None) and config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+        if getattr(config, "pad_token_id", None) and config.model_type in (
+            "roberta",
+            "xlm-roberta",
+            "camembert",
+            "mpnet",
+        ):
             longest -= int(config.pad_token_id) + 1  # these count positions from the padding index on
         longest = min(longest, 512)
-        return tuple(specs), {"batch": DimRange(1, 1, 8), "sequence": DimRange(min(8, longest), min(128, longest), longest)}
+        return tuple(specs), {
+            "batch": DimRange(1, 1, 8),
+            "sequence": DimRange(min(8, longest), min(128, longest), longest),
+        }
     size = getattr(config, "image_size", None)
     if module.main_input_name == "pixel_values" and size:
         height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
         channels = int(getattr(config, "num_channels", 3))
-        return (TensorSpec("pixel_values", "float32", ("batch", channels, height, width)),), {"batch": DimRange(1, 1, 8)}
+        return (TensorSpec("pixel_values", "float32", ("batch", channels, height, width)),), {
+            "batch": DimRange(1, 1, 8)
+        }
     return (), {}

@@ -78,7 +78,9 @@ def _continuity(manifest: Manifest) -> list[Link]:
     if manifest.stages and manifest.source.get("sha256"):
         first, source = manifest.stages[0], str(manifest.source["sha256"])
         status = "ok" if first["input"] == source else "changed"
-        links.append(Link(what=f"input of {first['name']}", path="", recorded=source, found=first["input"], status=status))
+        links.append(
+            Link(what=f"input of {first['name']}", path="", recorded=source, found=first["input"], status=status)
+        )
     return links
 
 

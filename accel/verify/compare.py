@@ -41,7 +41,9 @@ def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Dif
         return _incomparable(output, f"its shape is {list(candidate.shape)}, not {list(reference.shape)}")
     if reference.dtype.kind in "OUS":
         equal = bool((reference == candidate).all())
-        return Difference(output=output, max_abs=0.0 if equal else 1.0, scale=1.0, rel_l2=0.0 if equal else 1.0, cosine=1.0)
+        return Difference(
+            output=output, max_abs=0.0 if equal else 1.0, scale=1.0, rel_l2=0.0 if equal else 1.0, cosine=1.0
+        )
     ref, got = reference.astype(np.float64), candidate.astype(np.float64)
     finite = np.isfinite(ref)
     if not np.array_equal(finite, np.isfinite(got)):

@@ -87,7 +87,9 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     try:
         with np.load(file, allow_pickle=False) as archive:
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise BadData(f"{file} is a single array; save one array per input with numpy.savez({file.stem}, x=...)")
+                raise BadData(
+                    f"{file} is a single array; save one array per input with numpy.savez({file.stem}, x=...)"
+                )
             arrays = {name: archive[name] for name in archive.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         reason = " ".join(str(error).split())[:120]

@@ -106,7 +106,9 @@ def cast_feeds(session: BaseSession, feeds: Mapping[str, np.ndarray]) -> dict[st
 
     dtypes = {spec.name: spec.dtype for spec in session.signature.inputs}
     return {
-        name: value if dtypes.get(name) in (None, str(value.dtype), "string") else value.astype(numpy_dtype(dtypes[name]))
+        name: value
+        if dtypes.get(name) in (None, str(value.dtype), "string")
+        else value.astype(numpy_dtype(dtypes[name]))
         for name, value in feeds.items()
     }
 

@@ -1,0 +1,132 @@
+"""``accel optimize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+from accel.cli.options import read_dims, read_sizes, sizes_option, source_options
+
+if TYPE_CHECKING:
+    from accel.api.optimize import CandidateResult, Optimization
+    from accel.cli import Output
+
+
+@click.command("optimize")
+@click.argument("model")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
+@click.option(
+    "--target",
+    default="auto",
+    show_default=True,
+    help="auto (whatever this machine can run), ort-cpu, openvino, ort-cuda, tensorrt or tensorrt-rtx.",
+)
+@click.option("--precision", multiple=True, help="Only this: fp32, fp16, bf16 or int8. Repeat for several.")
+@click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
+@click.option("--eval-data", type=click.Path(path_type=Path), help="What the metric is computed on; by default --data.")
+@click.option("--metric", help="module:function or file.py:function, f(outputs, data) -> float, higher is better.")
+@click.option(
+    "--max-drop",
+    type=float,
+    default=0.01,
+    show_default=True,
+    help="How much worse than the source it may be: relative loss of the metric, else 1 - cosine of the outputs.",
+)
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="INPUT=MIN,OPT,MAX",
+    help="Optimization profile of an engine: input_ids=1x8,8x128,64x512. Repeat for each input.",
+)
+@click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
+@sizes_option
+@click.option("--threads", type=int, default=0, help="Threads to run with; by default all cores.")
+@click.option("--rounds", type=int, default=9, show_default=True, help="Rounds of the measurement.")
+@source_options
+@click.option("--no-cache", is_flag=True, help="Run and measure everything again.")
+@output_options
+def command(
+    model: str,
+    out: Path,
+    target: str,
+    precision: tuple[str, ...],
+    data: Path | None,
+    eval_data: Path | None,
+    metric: str | None,
+    max_drop: float,
+    profiles: tuple[str, ...],
+    compute_capabilities: tuple[str, ...],
+    sizes: str | None,
+    threads: int,
+    rounds: int,
+    inputs: tuple[str, ...],
+    weights: Path | None,
+    dims: tuple[str, ...],
+    no_cache: bool,
+    say: Output,
+) -> None:
+    """Make the fastest form of MODEL for a target that stays within the budget, and prove it.
+
+    MODEL is an ONNX file, or anything that accel export takes.
+    """
+    from accel.api.optimize import optimize
+
+    result = optimize(
+        model,
+        out=out,
+        target=target,
+        precision=precision or None,
+        data=data,
+        eval_data=eval_data,
+        metric=metric,
+        max_drop=max_drop,
+        profiles=profiles,
+        compute_capabilities=compute_capabilities,
+        sizes=read_sizes(sizes),
+        threads=threads,
+        rounds=rounds,
+        inputs=inputs or None,
+        weights=weights,
+        dims=read_dims(dims),
+        use_cache=not no_cache,
+    )
+    say.result({"path": str(result.artifact.path), **result.to_json()}, lambda: table(result))
+
+
+def table(result: Optimization) -> Any:
+    """Every candidate with its figures, and which one was taken."""
+    from rich.console import Group
+    from rich.table import Table
+
+    shown = Table(title=f"{result.artifact.path}: {result.chosen}", title_justify="left")
+    for column in ("candidate", "median ms", "p99 ms", "speedup", "drop", "metric", "MB", "verdict"):
+        right = column not in ("candidate", "verdict")
+        shown.add_column(column, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for row in result.candidates:
+        shown.add_row(*_cells(row))
+    return Group(shown, *result.notes)
+
+
+def _cells(row: CandidateResult) -> tuple[str, ...]:
+    measured, judged = row.measured or {}, row.judgement
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    speedup = measured.get("speedup")
+    status = f"[bold]{row.status}[/bold]" if row.status == "chosen" else row.status
+    reason = row.reason.replace("[", "\\[")
+    return (
+        row.name,
+        number(measured.get("median_ms"), ".2f"),
+        number(measured.get("p99_ms"), ".2f"),
+        "-" if speedup is None else f"{speedup:.2f}x",
+        number(judged.drop if judged else None, ".5f"),
+        number(judged.metric if judged else None, ".4f"),
+        number(row.megabytes, ".1f"),
+        f"{status}: {reason}" if reason else status,
+    )

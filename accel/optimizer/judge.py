@@ -1,0 +1,179 @@
+"""How much worse a candidate is than its source: by the user's own metric, or by how far its outputs are off."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact, text_sha256
+from accel.errors import BadData, UsageError
+from accel.runtimes.base import SessionOptions, open_session
+from accel.sources.python_object import load_object, raised
+from accel.stage import path_sha256
+from accel.verify.compare import compare
+from accel.verify.data import Dataset
+from accel.verify.gates import cast_feeds, gate_runtime
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], float]
+
+_BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """``drop``: with a metric (reference - candidate) / |reference|, higher metrics being better; without one 1 minus
+    the mean cosine similarity of a sample's output with the reference (of the worst output). ``max_abs_diff``: largest
+    difference of any output value. ``judged_on``: what was run."""
+
+    drop: float
+    metric: float | None
+    reference_metric: float | None
+    max_abs_diff: float
+    judged_on: str
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in asdict(self).items()}
+
+
+class Judge:
+    """Judges candidates against one source, whose outputs are computed once.
+
+    ``metric``: ``f(outputs, data) -> float``, higher is better: all outputs by name over all samples of ``data`` (axis
+    0), and every array of the file, inputs and labels alike. Without ``data`` outputs are compared on random inputs.
+    """
+
+    def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:
+        self.source = source
+        self.data = data
+        self.metric_name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
+        self.metric: Metric | None = load_object(metric, "metric")[1] if isinstance(metric, str) else metric
+        if self.metric is not None and data is None:
+            raise UsageError("a metric needs data to be computed on; pass --data or --eval-data")
+        if self.metric is not None and not callable(self.metric):
+            raise UsageError(f"{self.metric_name} is not a function; a metric is called with (outputs, data)")
+        self._feeds = self._load(skip)
+        self._reference: list[dict[str, np.ndarray]] | None = None
+        self._reference_metric: float | None = None
+
+    def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
+        """What a judgement depends on."""
+        code = ""
+        if self.metric is not None:
+            try:
+                code = inspect.getsource(self.metric)
+            except (OSError, TypeError):
+                code = repr(self.metric)
+        data = path_sha256(self.data) if self.data else ""
+        skipped = str(len(self._feeds))
+        return text_sha256(
+            "\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), data, code, skipped])
+        )
+
+    def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
+        """Run ``candidate`` on the data and say how much worse it is. It has to be one that this machine can run."""
+        import numpy as np
+
+        reference = self._reference_outputs()
+        runtime = gate_runtime(candidate)
+        outputs = []
+        settings = SessionOptions(**options) if runtime != "onnx-rounded" else SessionOptions()
+        with open_session(candidate, runtime, settings) as session:
+            for feeds in self._feeds:
+                outputs.append(session.run(cast_feeds(session, feeds)))
+        differences = [compare(a, b) for a, b in zip(reference, outputs, strict=True)]
+        problems = [f"{d.output}: {d.problem}" for row in differences for d in row if d.problem]
+        largest = max(d.max_abs for row in differences for d in row)
+        judged_on = f"{len(self._feeds)} batches with {runtime}"
+        if problems:
+            return Judgement(
+                drop=math.inf,
+                metric=None,
+                reference_metric=self._reference_metric,
+                max_abs_diff=largest,
+                judged_on=judged_on,
+                problem=problems[0],
+            )
+        if self.metric is None:
+            drop = max(1.0 - float(np.mean(_cosines(reference, outputs, name))) for name in reference[0])
+            return Judgement(
+                drop=max(0.0, drop), metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on
+            )
+        value = self._measure(outputs)
+        wanted = self.reference_metric()
+        drop = (wanted - value) / abs(wanted) if wanted else wanted - value
+        return Judgement(drop=drop, metric=value, reference_metric=wanted, max_abs_diff=largest, judged_on=judged_on)
+
+    def reference_metric(self) -> float:
+        """The metric of the source itself."""
+        if self._reference_metric is None:
+            self._reference_metric = self._measure(self._reference_outputs())
+        return self._reference_metric
+
+    def _measure(self, outputs: list[dict[str, np.ndarray]]) -> float:
+        import numpy as np
+
+        assert self.metric is not None
+        assert self.data is not None
+        joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
+        try:
+            value = float(self.metric(joined, self._arrays()))
+        except Exception as error:
+            raise raised(f"the metric {self.metric_name}", error) from error
+        if not math.isfinite(value):
+            raise UsageError(f"the metric {self.metric_name} returned {value}; it has to return a finite number")
+        return value
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        import numpy as np
+
+        dataset = self._dataset
+        assert dataset is not None
+        names = [spec.name for spec in dataset.signature.inputs]
+        same_shape = len({tuple(p[n].shape[1:] for n in names) for p in dataset.parts}) == 1
+        inputs = {n: np.concatenate([p[n] for p in dataset.parts]) for n in names} if same_shape else {}
+        return inputs | dataset.extra()
+
+    def _reference_outputs(self) -> list[dict[str, np.ndarray]]:
+        if self._reference is None:
+            with open_session(self.source, gate_runtime(self.source)) as session:
+                self._reference = [session.run(feeds) for feeds in self._feeds]
+        return self._reference
+
+    def _load(self, skip: int) -> list[dict[str, np.ndarray]]:
+        self._dataset = Dataset.load(self.data, self.source.signature) if self.data else None
+        if self._dataset is None:
+            cases = self.source.signature.cases()
+            return [self.source.signature.example_inputs(seed=100 + i, **sizes) for i, sizes in enumerate(cases)]
+        feeds = list(self._dataset.batches(_BATCH))
+        if self.metric is not None:  # it may depend on the number and order of the samples: all of them
+            return feeds
+        # Calibration reads from the front; what it has seen is left out here where enough else is there.
+        batches = [f for i, f in enumerate(feeds) if i * _BATCH >= skip] or feeds
+        if not batches:
+            raise BadData(f"{self.data} has too few samples for the model's fixed batch; add some")
+        return batches[:16]
+
+
+def _cosines(reference: list[dict[str, np.ndarray]], outputs: list[dict[str, np.ndarray]], name: str) -> np.ndarray:
+    """Cosine similarity of each sample (axis 0) with its reference; two zero outputs are alike."""
+    import numpy as np
+
+    found = []
+    for wanted, got in zip(reference, outputs, strict=True):
+        a, b = wanted[name].astype(np.float64), got[name].astype(np.float64)
+        rows = a.shape[0] if a.ndim > 1 else 1
+        a, b = a.reshape(rows, -1), b.reshape(rows, -1)
+        # Infinities stand for masked places on both sides (compare() has checked that they match).
+        a, b = np.where(np.isfinite(a), a, 0.0), np.where(np.isfinite(b), b, 0.0)
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        alike = (np.linalg.norm(a, axis=1) == 0) & (np.linalg.norm(b, axis=1) == 0)
+        found.append(np.where(alike, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms)))
+    return np.concatenate(found)

@@ -1,0 +1,199 @@
+"""What is tried for a target: a list of candidates, each a chain of stages and the session it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact
+from accel.errors import UnknownName, UnsupportedHere
+from accel.runtimes.base import get_runtime
+from accel.stage import StageConfig
+from accel.target import PRECISIONS, TARGETS, Target
+
+# What each stage may change on random inputs (rel_l2), before the user's own budget is asked. The int8 limits are wide:
+# random inputs are nothing like what was calibrated; they are run to find a lost mask or a baked-in batch.
+STAGE_LIMITS = {"simplify": 1e-4, "fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.6, "int8-data": 0.5}
+
+# What a GPU is known to run fastest, most likely first: the order of the candidates where nothing can be measured.
+UNMEASURED_ORDER = ("fp16", "int8", "bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """``stages``: (stage, config, limit of its gate). ``judged_before``: for what can't run here, the number of stages
+    after which the model still can."""
+
+    name: str
+    target: Target
+    precision: str
+    stages: tuple[tuple[str, StageConfig, float], ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def runnable(self) -> bool:
+        return get_runtime(self.target.runtime).runnable()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotTried:
+    """A candidate that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the candidates are made for. ``samples``: how many of the data's samples calibration may read."""
+
+    targets: tuple[Target, ...]
+    precisions: tuple[str, ...] | None
+    data: Path | None
+    samples: int
+    threads: int
+    profiles: tuple[str, ...] = ()
+    compute_capabilities: tuple[str, ...] = ()
+
+
+def targets_for(name: str) -> tuple[Target, ...]:
+    """The named target, or for ``auto`` all that this machine can run: measurement decides between them."""
+    if name != "auto":
+        return (Target.get(name),)
+    return tuple(t for t in TARGETS.values() if get_runtime(t.runtime).runnable())
+
+
+def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    for name in names or ():
+        if name not in PRECISIONS:
+            raise UnknownName(f"unknown precision {name!r}; use one of {', '.join(PRECISIONS)}")
+    return tuple(names) if names else None
+
+
+def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTried]]:
+    """The candidates for ``src`` (an ONNX artifact), and those that can't be made, with the reason.
+
+    Raises ``UnsupportedHere`` where a precision that was asked for is none the targets have.
+    """
+    made: list[Recipe] = []
+    left_out: list[NotTried] = []
+    for target in request.targets:
+        wanted = request.precisions or target.precisions
+        for precision in wanted:
+            name = f"{target.name} {precision}"
+            if precision not in target.precisions:
+                if len(request.targets) == 1:
+                    raise UnsupportedHere(
+                        f"target {target.name} has no {precision}; it has {', '.join(target.precisions)}"
+                    )
+                left_out.append(NotTried(name=name, reason=f"{target.name} has no {precision}"))
+                continue
+            reason = _impossible(src, target, precision, request)
+            if reason:
+                left_out.append(NotTried(name=name, reason=reason))
+                continue
+            made += _variants(src, target, precision, request)
+    return made, left_out
+
+
+def _impossible(src: Artifact, target: Target, precision: str, request: Request) -> str | None:
+    own = src.properties.get("precision", "fp32")
+    if own == "int8" and precision != "int8":
+        return "the source is int8 already"
+    if own in ("fp16", "bf16") and precision != own:
+        return f"the source is {own} already; start from its fp32 form"
+    if precision == "int8" and own != "int8" and request.data is None and target.name != "ort-cpu":
+        return "int8 needs data to calibrate on; pass --data"
+    if precision == "bf16" and target.name == "openvino" and not _cpu_has_bf16():
+        return "this CPU has no bf16 instructions"
+    return None
+
+
+def _cpu_has_bf16() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    return "avx512_bf16" in text or "amx_bf16" in text
+
+
+def _variants(src: Artifact, target: Target, precision: str, request: Request) -> list[Recipe]:
+    options: dict[str, Any] = {"threads": request.threads}
+    name = f"{target.name} {precision}"
+    head = _simplify(src)
+    if target.kind == "onnx":
+        found = [(name, [*head, *steps]) for name, steps in _onnx_variants(src, target, precision, request)]
+        return [Recipe(name=n, target=target, precision=precision, stages=tuple(s), options=options) for n, s in found]
+    if target.kind == "openvino":
+        if precision == "bf16":
+            options = options | {"precision": "bf16"}
+        steps = [*head, *_quantized(src, target, precision, request), _openvino(precision)]
+    else:
+        steps = [*head, *_typed(src, target, precision, request), _engine(target, request)]
+    return [Recipe(name=name, target=target, precision=precision, stages=tuple(steps), options=options)]
+
+
+Step = tuple[str, StageConfig, float]
+
+
+def _simplify(src: Artifact) -> list[Step]:
+    from accel.converters.simplify import SimplifyConfig
+
+    if any(record["name"] == "simplify" for record in src.history):
+        return []
+    return [("simplify", SimplifyConfig(), STAGE_LIMITS["simplify"])]
+
+
+def _onnx_variants(src: Artifact, target: Target, precision: str, request: Request) -> list[tuple[str, list[Step]]]:
+    from accel.converters.quantize import QuantizeConfig
+
+    name = f"{target.name} {precision}"
+    if precision in ("fp16", "bf16"):
+        return [(name, _typed(src, target, precision, request))]
+    if precision != "int8" or src.properties.get("precision") == "int8":
+        return [(name, [])]
+    found: list[tuple[str, list[Step]]] = []
+    if request.data is not None:
+        found.append((f"{name} static", _quantized(src, target, precision, request)))
+    if target.name == "ort-cpu":
+        dynamic = QuantizeConfig(form=target.qdq, mode="dynamic")
+        found.append((f"{name} dynamic", [("quantize", dynamic, STAGE_LIMITS["int8"])]))
+    return found
+
+
+def _quantized(src: Artifact, target: Target, precision: str, request: Request) -> list[Step]:
+    from accel.converters.quantize import QuantizeConfig
+
+    if precision != "int8" or src.properties.get("precision") == "int8":
+        return []
+    config = QuantizeConfig(form=target.qdq, data=request.data, samples=request.samples)
+    return [("quantize", config, STAGE_LIMITS["int8"])]
+
+
+def _typed(src: Artifact, target: Target, precision: str, request: Request) -> list[Step]:
+    """For strongly typed runtimes, where the precision is what the file says: int8 sits on an fp16 base."""
+    from accel.converters.cast import CastConfig
+
+    steps = _quantized(src, target, precision, request)
+    base = {"fp16": "fp16", "bf16": "bf16", "int8": "fp16"}.get(precision)
+    if base is None or src.properties.get("precision") in ("fp16", "bf16", "int8"):
+        return steps
+    return [*steps, ("cast", CastConfig(precision=base, data=request.data), STAGE_LIMITS[base])]
+
+
+def _openvino(precision: str) -> Step:
+    from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+
+    # An int8 graph runs in other kernels with other rounding than the one it is compared with.
+    return "openvino_from_onnx", OpenVinoFromOnnxConfig(), STAGE_LIMITS["int8" if precision == "int8" else "fp32"]
+
+
+def _engine(target: Target, request: Request) -> Step:
+    from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+
+    config = EngineFromOnnxConfig(
+        toolkit=target.name,
+        profiles=request.profiles,
+        compute_capabilities=request.compute_capabilities,
+    )
+    return "engine_from_onnx", config, STAGE_LIMITS["fp16"]
