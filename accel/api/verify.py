@@ -71,7 +71,8 @@ def verify(
     names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
     if names[0] != names[1]:
         raise UsageError(
-            f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; give two forms of one model"
+            f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
+            "give two forms of one model"
         )
     limit = limit if limit is not None else LIMITS[effective_precision(second)]
     found: list[list[Difference]] = []

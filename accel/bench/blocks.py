@@ -54,6 +54,14 @@ class Opened:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How much a block is: ``passes`` over the feeds, which take about ``seconds``."""
+
+    passes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class FirstRun:
     """``outputs`` by name, one set a feed; ``ms`` of the very first run; ``sizes`` of the dynamic dims of each feed."""
 
@@ -118,13 +126,14 @@ class BlockRunner:
             outputs.append({name: value.copy() for name, value in session.run(one).items()})
         return FirstRun(outputs=outputs, ms=ms, sizes=sizes)
 
-    def calibrate(self, seconds: float) -> int:
-        """How many passes over the feeds take about ``seconds``, once warm; at least ``MIN_ITERATIONS`` runs."""
+    def calibrate(self, seconds: float) -> Pace:
+        """The block that takes about ``seconds`` once warm; it has at least ``MIN_ITERATIONS`` runs."""
         times = warm_up(self._pass, limit_seconds=max(2.0, 5 * seconds))
         one = statistics.median(times[-_WINDOW:]) / 1e9
         fewest = -(-MIN_ITERATIONS // len(self._feeds))
         most = max(fewest, MAX_ITERATIONS // len(self._feeds))
-        return min(most, max(fewest, round(seconds / one)))
+        passes = min(most, max(fewest, round(seconds / one)))
+        return Pace(passes=passes, seconds=passes * one)
 
     def block(self, passes: int, warm_up_seconds: float) -> np.ndarray:
         """Time ``passes`` passes over the feeds, warmed up first: int64[passes * feeds], nanoseconds a run."""
@@ -171,7 +180,7 @@ def warm_up(
         run()
         now = clock()
         times.append(now - start)
-        if is_steady(times) or (len(times) >= 2 and now - begun > limit_seconds * 1e9):
+        if is_steady(times) or now - begun > limit_seconds * 1e9:
             return times
 
 

@@ -93,7 +93,7 @@ def tail_probability(rounds: int, confidence: float = 0.95) -> float:
 
     The plain percentiles (2.5% and 97.5%) are too narrow for small n: with 7 rounds they hold the true median in 88 of
     100 cases. This is the expanded percentile interval of Hesterberg, What Teachers Should Know About the Bootstrap,
-    The American Statistician 69(4), 2015, section 5.3.
+    The American Statistician 69(4), 2015.
     """
     if rounds < 2:
         return 0.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed
 from accel.progress import report
-from accel.runtimes.base import BaseSession, SessionOptions, default_runtime, open_session
+from accel.runtimes.base import BaseSession, Session, SessionOptions, default_runtime, open_session
 from accel.stage import GateResult, path_sha256
 from accel.verify.compare import Difference, compare
 from accel.verify.data import Dataset
@@ -100,7 +100,7 @@ class OutputGate:
         )
 
 
-def cast_feeds(session: BaseSession, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same feeds in the dtypes that this session's inputs have (a cast model may take float16)."""
     from accel.signature import numpy_dtype
 
