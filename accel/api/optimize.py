@@ -135,7 +135,7 @@ def optimize(
         )
         made, left_out = recipes(src, request)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
-        rows = [_attempt(recipe, src, judge, max_drop, cache) for recipe in made]
+        rows = [_attempt(recipe, src, calibration, judge, max_drop, cache) for recipe in made]
         source = CandidateResult(
             name=SOURCE_NAME,
             target="ort-cpu",
@@ -185,7 +185,9 @@ def _as_onnx(
     return src
 
 
-def _attempt(recipe: Recipe, src: Artifact, judge: Judge, max_drop: float, cache: StageCache) -> CandidateResult:
+def _attempt(
+    recipe: Recipe, src: Artifact, data: Path | None, judge: Judge, max_drop: float, cache: StageCache
+) -> CandidateResult:
     """Make one candidate and judge it. What goes wrong with it is its row's reason, not the end of the run."""
     row = CandidateResult(name=recipe.name, target=recipe.target.name, precision=recipe.precision, recipe=recipe)
     artifact = src
@@ -193,7 +195,7 @@ def _attempt(recipe: Recipe, src: Artifact, judge: Judge, max_drop: float, cache
     try:
         for stage, config, limit in recipe.stages:
             report(f"{recipe.name}: {stage}")
-            gates = [OutputGate(limit=limit)]
+            gates = [OutputGate(limit=limit, data=data)]
             artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
             if gate_runtime(artifact) is not None:
                 last_runnable = artifact
@@ -205,7 +207,7 @@ def _attempt(recipe: Recipe, src: Artifact, judge: Judge, max_drop: float, cache
     except (UsageError, CannotWrite):
         raise
     except AccelError as error:
-        row.status, row.reason = "rejected", str(error)
+        row.status, row.reason = "rejected", str(error).partition("; the file is set aside")[0]
         return row
     if row.judgement.problem:
         row.status, row.reason = "rejected", row.judgement.problem

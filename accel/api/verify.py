@@ -80,7 +80,7 @@ def verify(
     problems: list[str] = []
     with open_session(first, gate_runtime(first)) as one, open_session(second, gate_runtime(second)) as two:
         for case, feeds in _feeds(first, second, Path(data) if data else None, samples):
-            report(f"verify: {case}")
+            report("verify")
             found.append(compare(one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))))
             cases.append(case)
     outputs = worst(found)

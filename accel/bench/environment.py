@@ -11,8 +11,8 @@ from typing import Any
 from accel.stage import versions
 
 _PACKAGES = (
-    "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "openvino", "nncf", "tensorrt-cu13", "tensorrt-rtx-cu13-bindings",
-    "numpy",
+    "numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "openvino", "torch",
+    "tensorrt-cu13", "tensorrt-rtx-cu13-bindings",
 )  # fmt: skip
 # The instructions that decide how fast low precision is on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
@@ -23,8 +23,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe(threads: int) -> dict[str, Any]:
-    """CPU, GPUs, memory, versions, threads and date, as recorded in every report. Nothing that names the machine."""
+def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
+    """CPU, GPUs, memory, versions and threads, as recorded in every report; with ``date`` also when and how busy the
+    machine was. Nothing that names the machine."""
     model, features = _cpu()
     body: dict[str, Any] = {
         "cpu": model,
@@ -35,10 +36,10 @@ def describe(threads: int) -> dict[str, Any]:
         "gpus": _gpus(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "versions": versions(_PACKAGES),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    if hasattr(os, "getloadavg"):
-        body["load_average"] = round(os.getloadavg()[0], 2)
+    if date:
+        body["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        body["load_average"] = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     return body
 
 

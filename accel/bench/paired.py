@@ -1,12 +1,13 @@
 """The alternating schedule: every candidate in its own process, all of them paused but the one being timed.
 
 Thread pools of inference runtimes go on spinning after a run. Candidates that take turns inside one process, or in
-processes that are left running, slow one another by up to a factor of two, unequally. So each block is run while every other
-process is stopped, in an order shuffled each round, and everything is compared within its round.
+processes that are left running, slow one another by up to a factor of two, unequally. So each block is run while every
+other process is stopped, in an order shuffled each round, and everything is compared within its round.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -14,28 +15,21 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel.bench.blocks import Candidate, FirstRun, Opened, Pace
-from accel.bench.environment import available_cores, describe, peak_rss_mb
+from accel.bench.blocks import Candidate, FirstRun, Opened, passes_for
+from accel.bench.environment import available_cores, environment, peak_rss_mb
 from accel.bench.report import BenchReport, Row
-from accel.bench.statistics import (
-    MIN_ROUNDS,
-    Ratio,
-    is_narrow,
-    judge,
-    noise_floor,
-    round_medians,
-    speedup,
-    summarise,
-)
+from accel.bench.statistics import MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarise
+from accel.bench.statistics import baseline as baseline_of
 from accel.child import Child
 from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
 from accel.progress import report
-from accel.runtimes.base import SessionOptions
 from accel.signature import Feeds
 from accel.verify.compare import compare, worst
 
 if TYPE_CHECKING:
     import numpy as np
+
+__all__ = ["BenchReport", "Candidate", "measure"]
 
 # A block is given this many times what it should take before its process counts as hung.
 _PATIENCE = 50
@@ -50,33 +44,44 @@ class Lane:
         self.candidate = candidate
         self.child = Child("accel.bench.blocks:BlockRunner", {"candidate": candidate}, env=env)
         self.opened: Opened | None = None
-        self.pace = Pace(passes=0, seconds=0.0)
+        self.pass_seconds = 0.0
+        self.feeds = 1
         self.rounds: list[np.ndarray] = []
         self.found: dict[str, Any] = {}  # fields of its row
         self.error: str | None = None
 
     def start(self, feeds: Sequence[Feeds]) -> FirstRun:
         """Load it and run every feed once."""
+        self.feeds = len(feeds)
         self.opened = self.child.call("open")
+        report(f"bench: first run of {self.name}")
         first: FirstRun = self.child.call("first_run", feeds=list(feeds))
         self.found |= {"runtime": self.opened.runtime, "load_ms": self.opened.load_ms, "first_run_ms": first.ms}
         return first
 
-    def calibrate(self, seconds: float) -> None:
-        self.pace = self.child.call("calibrate", seconds=seconds)
-        self.child.pause()
+    def calibrate(self, block_seconds: float) -> None:
+        self.pass_seconds = self.child.call("calibrate", limit_seconds=max(2.0, 5 * block_seconds))
+        self._pause()
 
-    def time_block(self, seconds: float) -> np.ndarray:
-        """One block, while nothing else runs."""
+    def time_block(self, block_seconds: float) -> None:
+        """Add one block to its rounds, while nothing else runs."""
+        passes = passes_for(block_seconds, self.pass_seconds, self.feeds)
         self.child.resume()
         times: np.ndarray = self.child.call(
             "block",
-            passes=self.pace.passes,
-            warm_up_seconds=seconds / 2,
-            timeout=max(_PATIENCE_SECONDS, _PATIENCE * self.pace.seconds),
+            passes=passes,
+            warm_up_seconds=block_seconds / 2,
+            timeout=max(_PATIENCE_SECONDS, _PATIENCE * passes * self.pass_seconds),
         )
+        self._pause()
+        self.rounds.append(times)
+        # Where something else was running while it was calibrated, its blocks would stay too short.
+        self.pass_seconds = min(self.pass_seconds, float(times.sum()) / 1e9 / passes)
+
+    def _pause(self) -> None:
         self.child.pause()
-        return times
+        # The signal is only on its way: a spinning thread may go on for a while into the next one's block.
+        os.waitid(os.P_PID, self.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def fail(self, error: BaseException) -> None:
         """It leaves the run with this reason; its process goes now, and its memory with it."""
@@ -106,10 +111,10 @@ def measure(
     with other outputs, shapes, or a NaN gets a row with ``error`` and is not timed, as does one that fails or crashes.
 
     In each of ``rounds`` rounds (at least 5) every candidate runs a block of about ``block_seconds`` (at least three
-    runs), warmed up first. The baseline also runs in a second process: its differences with itself are the noise
-    floor. Rounds go on, up to four times as many, while some interval is wider than ``target_width`` (in ln) and less
-    than ``budget_seconds`` have passed since the first one. ``threads``: for each candidate whose options don't say;
-    default: all cores this process may use.
+    runs), warmed up first. The baseline runs in two processes: both together are what the others are compared with,
+    and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
+    ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``threads``: for each
+    candidate whose options don't say; default: all cores this process may use.
 
     Raises what loading or running the baseline raises: without it there is nothing to compare with. ``UsageError`` for
     names that are not unique or too few rounds.
@@ -117,19 +122,18 @@ def measure(
     sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
     index = _check(candidates, sets, baseline, rounds, block_seconds)
     threads = threads or available_cores()
-    ready = [replace(c, options=_with_threads(c.options, threads)) for c in candidates]
-    environment = describe(threads)
+    # Over what is recorded with an artifact: figures on different numbers of threads say nothing about the models.
+    ready = [replace(c, options={"threads": threads, **c.options}) for c in candidates]
+    machine = environment(threads)
     # OpenMP for what no session option reaches; no pool of compiler processes, which pausing would not reach.
     env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline first: it gives the outputs the others are compared with. Then its twin, which can't differ.
-        queue = [
-            (chosen, chosen.name),
-            (chosen, f"{chosen.name} (again)"),
-            *((c, c.name) for c in ready if c is not chosen),
-        ]
+        # The baseline is loaded first, to compare outputs with, and last, as its twin: what a process gains or loses by
+        # the order of loading (the last tends to be 1% or 2% faster) is evened out, and shows in the noise floor.
+        others = [(c, c.name) for c in ready if c is not chosen]
+        queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
         for step, (candidate, name) in enumerate(queue):
             report(f"bench: loading {name}", step / len(queue))
@@ -143,17 +147,16 @@ def measure(
             else:
                 _admit(lane, sets, reference, block_seconds)
         assert reference is not None
-        twin = lanes[1]
+        twin = lanes[-1]
         if twin.error is not None:
             raise ChildCrashed(f"the baseline ran once and failed in a second process: {twin.error}; free some memory")
-        twin.pace = lanes[0].pace
         order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width)
         for lane in lanes:
             if lane.error is None:
                 lane.measure_memory()
-    by_name = {lane.name: lane for lane in lanes}
+    by_name = {lane.name: lane for lane in lanes[:-1]}
     return _report(
-        [by_name[c.name] for c in candidates], lanes[0], twin, reference, environment, seed, block_seconds, order
+        [by_name[c.name] for c in candidates], lanes[0], twin, reference, machine, seed, block_seconds, order
     )
 
 
@@ -176,15 +179,6 @@ def _check(
             raise UnknownName(f"no candidate is called {baseline!r}; the baseline is one of {', '.join(names)}")
         return names.index(baseline)
     return range(len(candidates))[baseline]
-
-
-def _with_threads(
-    options: SessionOptions | Mapping[str, Any] | None, threads: int
-) -> SessionOptions | Mapping[str, Any]:
-    if isinstance(options, SessionOptions):
-        return replace(options, threads=options.threads or threads)
-    # Over what is recorded with the artifact: figures on different numbers of threads are not comparable.
-    return {"threads": threads, **(options or {})}
 
 
 def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_seconds: float) -> None:
@@ -232,9 +226,9 @@ def _run_rounds(
         shuffle(turn)
         for lane in turn:
             try:
-                lane.rounds.append(lane.time_block(block_seconds))
+                lane.time_block(block_seconds)
             except (AccelError, OSError) as error:
-                if lane is lanes[0] or lane is lanes[1]:
+                if lane is lanes[0] or lane is lanes[-1]:
                     raise
                 lane.fail(error)
         order.append(tuple(lane.name for lane in turn))
@@ -242,12 +236,10 @@ def _run_rounds(
 
 
 def _all_narrow(lanes: Sequence[Lane], seed: int, target: float) -> bool:
-    base = round_medians(lanes[0].rounds)
-    return all(
-        is_narrow(speedup(base, round_medians(lane.rounds), seed=seed), target)
-        for lane in lanes[1:]
-        if lane.error is None
-    )
+    base = baseline_of(round_medians(lanes[0].rounds), round_medians(lanes[-1].rounds), seed=seed)
+    timed = [lane for lane in lanes[1:-1] if lane.error is None]
+    ratios = [speedup(base.medians, round_medians(lane.rounds), seed=seed) for lane in timed]
+    return all(is_narrow(ratio, target) for ratio in (base.itself, *ratios))
 
 
 def _report(
@@ -255,22 +247,21 @@ def _report(
     base: Lane,
     twin: Lane,
     reference: FirstRun,
-    environment: Mapping[str, Any],
+    machine: Mapping[str, Any],
     seed: int,
     block_seconds: float,
     order: Sequence[tuple[str, ...]],
 ) -> BenchReport:
-    base_medians = round_medians(base.rounds)
-    itself = speedup(base_medians, round_medians(twin.rounds), seed=seed)
-    floor = noise_floor(itself)
+    both = baseline_of(round_medians(base.rounds), round_medians(twin.rounds), seed=seed)
     rows = []
     for lane in lanes:
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
-        medians = round_medians(lane.rounds)
-        ratio = Ratio(value=1.0, low=1.0, high=1.0) if lane is base else speedup(base_medians, medians, seed=seed)
-        summary = summarise(lane.rounds)
+        # Both processes of the baseline are the baseline.
+        medians = both.medians if lane is base else round_medians(lane.rounds)
+        summary = summarise([*base.rounds, *twin.rounds] if lane is base else lane.rounds)
+        ratio = speedup(both.medians, medians, seed=seed)
         rows.append(
             Row(
                 name=lane.name,
@@ -283,17 +274,17 @@ def _report(
                 round_medians_ms=tuple(medians.tolist()),
                 speedup=ratio.value,
                 ci95=(ratio.low, ratio.high),
-                verdict="baseline" if lane is base else judge(ratio, floor),
+                verdict="baseline" if lane is base else judge(ratio, both.floor),
                 **lane.found,
             )
         )
     return BenchReport(
         rows=tuple(rows),
         baseline=base.name,
-        noise_floor=floor,
-        twin=itself,
+        noise_floor=both.floor,
+        twin=both.itself,
         sizes=reference.sizes[0],
-        environment=environment,
+        environment=machine,
         seed=seed,
         block_seconds=block_seconds,
         order=tuple(order),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.artifact import beside
 from accel.bench.statistics import Ratio, Verdict
 
 if TYPE_CHECKING:
@@ -18,10 +21,10 @@ if TYPE_CHECKING:
 class Row:
     """One candidate. Times in ms a run, over all iterations; None where it was not timed (``error`` says why).
 
-    ``speedup``: median over the rounds of the baseline's median / the candidate's; ``ci95`` its interval. ``max_abs_diff``,
-    ``max_rel_diff`` (||difference||₂ / ||reference||₂ of the worst output) and ``cosine`` (the worst sample): its
-    outputs against the baseline's. ``load_ms``: opening the session. ``first_run_ms``: the first run after that.
-    ``peak_rss_mb``: most memory its process ever held, the library's own included.
+    ``speedup``: median over the rounds of the baseline's median / the candidate's; ``ci95``: its interval.
+    ``max_abs_diff``, ``max_rel_diff`` (||difference||₂ / ||reference||₂ of the worst output) and ``cosine`` (of the
+    worst sample): its outputs against the baseline's. ``load_ms``: opening the session. ``first_run_ms``: the first run
+    after that. ``peak_rss_mb``: the most memory its process ever held, in MiB, the library's own included.
     """
 
     name: str
@@ -70,6 +73,11 @@ class BenchReport:
             if row.name == name:
                 return row
         raise KeyError(name)
+
+    def write(self, path: Path) -> None:
+        """The JSON as a file, written beside ``path`` and renamed."""
+        with beside(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; what is not finite is null."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnxruntime
@@ -42,7 +43,7 @@ class OnnxRuntimeSession(BaseSession):
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         if not self._plain:
             return self._run_bound(feeds, "cpu")
-        return dict(zip(self.outputs, self.session.run(self.outputs, feeds), strict=True))
+        return dict(zip(self.outputs, self.session.run(self.outputs, dict(feeds)), strict=True))
 
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
         """Inputs copied to ``device``, outputs left there until all are done, then copied back: one copy each way."""
@@ -52,13 +53,11 @@ class OnnxRuntimeSession(BaseSession):
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])
         for name in self.outputs:
-            binding.bind_output(name, device)
+            # What numpy can't hold is read by its address, which has to be one of this process.
+            binding.bind_output(name, device if self._plain else "cpu")
         self.session.run_with_iobinding(binding)
-        if device == "cpu":
-            return dict(zip(self.outputs, map(_to_array, binding.get_outputs()), strict=True))
-        values = binding._iobinding.copy_outputs_to_cpu() if self._plain else None
-        if values is not None:
-            return dict(zip(self.outputs, values, strict=True))
+        if self._plain:
+            return dict(zip(self.outputs, binding.copy_outputs_to_cpu(), strict=True))
         return dict(zip(self.outputs, map(_to_array, binding.get_outputs()), strict=True))
 
     def close(self) -> None:
@@ -83,7 +82,7 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
         super().__init__(artifact, options)
         if self.session.get_providers()[0] != self.provider:
             raise UnsupportedHere(
-                f"ONNX Runtime could not start CUDA for {artifact.path}; check the driver and the CUDA version with nvidia-smi"
+                f"ONNX Runtime could not start CUDA for {artifact.path}; compare its CUDA version with nvidia-smi's"
             )
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -109,16 +108,17 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise UnsupportedHere(
             f"ONNX Runtime has no kernel that {path} needs ({_reason(error)}); cast or re-export it"
         ) from error
-    except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument, native.ModelLoaded) as error:
+    except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
         raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
-    except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel, native.EPFail) as error:
+    except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
         raise InvalidModel(f"ONNX Runtime can't load {path} ({_reason(error)}); export it again") from error
 
 
 def _reason(error: BaseException) -> str:
-    """The runtime's message in one line, without its error class and the path, which ours has already."""
+    """The runtime's message in one line, without what ours says already: the kind of error and the path."""
     text = " ".join(str(error).split())
     text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    text = re.sub(r"^(Load model from .*? failed: ?)?(This is an invalid model\. )?", "", text)
     return text[:240].rstrip(" .")
 
 
@@ -140,7 +140,8 @@ def _to_device(value: np.ndarray, device: str) -> Any:
         bits = value.view(np.uint16 if value.itemsize == 2 else np.uint8)
         kind = int(onnx.TensorProto.DataType.Value(str(value.dtype).upper().replace("_E", "E")))
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(value, device, 0)
+    where = "cpu" if value.dtype.kind in "OUS" else device  # strings can't leave it
+    return onnxruntime.OrtValue.ortvalue_from_numpy(value, where, 0)
 
 
 def _to_array(value: Any) -> np.ndarray:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -29,7 +32,7 @@ class TorchCompileSession(TorchSession):
 
     The first run compiles (seconds to minutes), and so does the first at a new shape until torch has seen that a dim
     varies. What can't be compiled is an error, never a quiet run in eager: ``BuildFailed`` with torch's reason,
-    ``UnsupportedHere`` where there is no C++ compiler or nothing to compile. ``graph_breaks`` counts the places at which
+    ``UnsupportedHere`` where there is no C++ compiler or nothing to compile. ``graph_breaks`` counts the places where
     torch left the compiled code for Python, as it does by design.
     """
 
@@ -48,7 +51,9 @@ class TorchCompileSession(TorchSession):
             )
         # None: static at first, dynamic in the dims that are seen to vary.
         dynamic = None if artifact.signature.dims else False
-        self.module.module = torch.compile(self._original, dynamic=dynamic)
+        with _torch_warns_of_itself():
+            compiled: Any = torch.compile(self._original, dynamic=dynamic)
+        self.module.module = compiled
         self.graph_breaks = 0
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
 
@@ -69,7 +74,7 @@ class TorchCompileSession(TorchSession):
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         try:
             # Past its limit of recompilations torch would run the module in eager, with a line in the log.
-            with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):
+            with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False), _torch_warns_of_itself():
                 outputs = super()._run(feeds)
         except Exception as error:
             raise BuildFailed(
@@ -84,6 +89,14 @@ class TorchCompileSession(TorchSession):
         if self.graph_breaks:
             report(f"torch.compile: {self.graph_breaks} graph breaks; the code between the parts runs in Python")
         return outputs
+
+
+@contextmanager
+def _torch_warns_of_itself() -> Iterator[None]:
+    """Loading torch's compiler sets off deprecation warnings about other parts of torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        yield
 
 
 def _reason(error: BaseException) -> str:
