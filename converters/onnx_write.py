@@ -68,7 +68,7 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BY
 
 def weight_bytes(model: onnx.ModelProto) -> int:
     """About the size of the file: nearly all of it is constants."""
-    return sum(tensor.ByteSize() for tensor in model.graph.initializer) + sum(n.ByteSize() for n in model.graph.node)
+    return sum(int(part.ByteSize()) for part in (*model.graph.initializer, *model.graph.node))
 
 
 def _weights_apart(model: onnx.ModelProto, path: Path) -> str:

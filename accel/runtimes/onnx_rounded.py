@@ -138,6 +138,8 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
     """``model`` with its local functions inlined."""
     if not model.functions:
         return model
+    import onnx.inliner
+
     flat: onnx.ModelProto = onnx.inliner.inline_local_functions(model)
     return flat
 
