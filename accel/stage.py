@@ -322,7 +322,8 @@ def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Art
         has = properties.get(name)
         if wanted is not None and has is not None and has != wanted and (asked or name not in stage.may_change):
             raise SignatureDrift(f"{where} gave {name} {has} where {wanted} was to be; ask for --{name} {has} instead")
-    dims = {d: r for d, r in src.signature.dims.items() if d in found.dynamic_dims}
+    # The stage may narrow the ranges (an engine's profile); a file's own bytes don't hold them.
+    dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     values = {spec.name: spec.values for spec in src.signature.inputs}
     inputs = tuple(replace(spec, values=values.get(spec.name)) for spec in found.inputs)
     return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)

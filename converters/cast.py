@@ -58,9 +58,8 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     _check_worthwhile(src, source, config.precision)
     kept = fixed_in_float32(source, config.keep_fp32)
     feeds = list(_feeds(src, config))
-    sizes = {dim: max(f[spec.name].shape[axis] for f in feeds) for dim, spec, axis in _dims(src)}
     try:
-        found = search(source, kept, feeds, keep_io=config.keep_io, sizes=sizes)
+        found = search(source, kept, feeds, keep_io=config.keep_io)
         _check_types(found.retyped.model)
         made = onnx_artifact(src, found.retyped.model, out, _notes(source, found, config, len(feeds)))
         if config.precision == "fp16":
@@ -80,13 +79,6 @@ def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]
         yield signature.example_inputs(seed=index, **case)
     if config.data is not None:
         yield from Dataset.load(config.data, signature).batches(4, _DATA_SAMPLES)
-
-
-def _dims(src: Artifact) -> Iterator[tuple[str, Any, int]]:
-    for spec in src.signature.inputs:
-        for axis, dim in enumerate(spec.shape):
-            if isinstance(dim, str):
-                yield dim, spec, axis
 
 
 def _notes(source: Source, found: Searched, config: CastConfig, feeds: int) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 
 from accel.converters.cast_graph import Retyped, retype
 from accel.converters.cast_rules import masked_tensors
 from accel.converters.cast_source import FLOAT, FORMATS, Source, largest, to_low
 from accel.errors import StageFailed
 from accel.progress import report
-from accel.runtimes.onnx_rounded import RoundedModel
+from accel.runtimes.onnx_rounded import RoundedModel, without_weights
 
 # How far an output may be off (relative l2) before it is asked which node the error comes from, and how much larger
 # than that of its inputs the error of a node's output has to be for the node to be the cause.
@@ -56,17 +57,14 @@ class Searched:
     rounds: int
 
 
-def search(
-    source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, keep_io: bool, sizes: Mapping[str, int]
-) -> Searched:
+def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, keep_io: bool) -> Searched:
     """Retype, run, keep what overflowed or went astray, until nothing does.
 
-    Raises ``StageFailed`` where an output has infinities or NaN that float32 has not even so. ``sizes``: the largest
-    size of each dynamic dim in ``feeds``, by which the memory for inner tensors is estimated.
+    Raises ``StageFailed`` where an output has infinities or NaN that float32 has not even so.
     """
     reference = RoundedModel(source.model)
     names = [n for n in reference.tensors if n in source.types]
-    chunks = list(_chunks(source, names, sizes))
+    chunks = [list(_chunks(source, names, one)) for one in feeds]
     masked = masked_tensors(source)
     kept = dict(kept)
     for rounds in range(1, _ROUNDS + 1):
@@ -75,12 +73,16 @@ def search(
         rounded = RoundedModel(retyped.model)
         errors: dict[str, float] = {}
         found: dict[int, str] = {}
-        for one in feeds:
-            seen = _compare(reference, rounded, one, chunks, masked, source, retyped)
+        for one, groups in zip(feeds, chunks, strict=True):
+            seen = _compare(reference, rounded, one, groups, masked, source, retyped, set(source.outputs))
             for name in source.outputs:
                 if name in seen:
                     errors[name] = max(errors.get(name, 0.0), seen[name].error)
-            for index, reason in _culprits(source, retyped, seen, masked, kept):
+            culprits = _lossy(source, retyped, seen, masked, kept)
+            if not culprits and _far_off(source, seen):
+                seen = _compare(reference, rounded, one, groups, masked, source, retyped, set(names))
+                culprits = _new(source, kept, _astray(source, retyped, seen))
+            for index, reason in culprits:
                 found.setdefault(index, reason)
         if not found:
             return Searched(retyped, kept, errors, rounds)
@@ -94,16 +96,14 @@ def _label(source: Source) -> str:
     return next(name for name, kind in FORMATS.items() if kind == source.low)
 
 
-def _chunks(source: Source, names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """``names`` in groups whose tensors fit into memory at once."""
-    shapes = {v.name: v.type.tensor_type.shape for v in (*source.typed.value_info, *source.typed.output)}
-    usual = max(sizes.values(), default=1)
+def _chunks(source: Source, names: Sequence[str], feeds: Feeds) -> Iterator[list[str]]:
+    """``names`` in groups whose tensors fit into memory at once, at the shapes of ``feeds``."""
+    sizes = _bytes(source, feeds)
+    unknown = max(sizes.values(), default=4)
     group: list[str] = []
     used = 0
     for name in names:
-        size = 4
-        for dim in shapes[name].dim if name in shapes else ():
-            size *= dim.dim_value or sizes.get(dim.dim_param, usual)
+        size = sizes.get(name, unknown)
         if group and used + size > _CHUNK_BYTES:
             yield group
             group, used = [], 0
@@ -111,6 +111,22 @@ def _chunks(source: Source, names: Sequence[str], sizes: Mapping[str, int]) -> I
         used += size
     if group:
         yield group
+
+
+def _bytes(source: Source, feeds: Feeds) -> dict[str, int]:
+    """The size of each inner tensor whose shape follows from that of the inputs."""
+    light = without_weights(source.model)
+    del light.graph.value_info[:]
+    for value in light.graph.input:
+        if value.name in feeds:
+            for dim, size in zip(value.type.tensor_type.shape.dim, feeds[value.name].shape, strict=True):
+                dim.dim_value = size
+    for value in light.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    shapes = {v.name: v.type.tensor_type.shape for v in (*found.value_info, *found.output)}
+    known = {n: s.dim for n, s in shapes.items() if all(d.HasField("dim_value") for d in s.dim)}
+    return {name: 4 * math.prod(d.dim_value for d in dims) for name, dims in known.items()}
 
 
 def _compare(
@@ -121,7 +137,9 @@ def _compare(
     masked: set[str],
     source: Source,
     retyped: Retyped,
+    measured: set[str],
 ) -> dict[str, Seen]:
+    """What became of each tensor; the error only of those in ``measured``, as it takes longest."""
     low = retyped.model
     own = {value.name: value.type.tensor_type.elem_type for value in low.graph.input}
     given = {n: _rounded_feed(v, own.get(n, FLOAT), source.low) for n, v in feeds.items()}
@@ -135,7 +153,7 @@ def _compare(
             reason = " ".join(str(error).split())[:200]
             raise StageFailed(f"the cast model doesn't run ({reason}); name the node with keep_fp32") from error
         for name, value in found.items():
-            seen[name] = _look(wanted[name], value, top if name in masked else math.inf)
+            seen[name] = _look(wanted[name], value, top if name in masked else math.inf, name in measured)
     return seen
 
 
@@ -147,47 +165,57 @@ def _top(value: np.ndarray) -> float:
     return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
 
 
-def _look(wanted: np.ndarray, found: np.ndarray, clamped: float) -> Seen:
+def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
     """``clamped``: where float32 is beyond this, a value as low (or as high) as can be is the same mask."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":
-        if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # quantized values: one step is a small error
-            return Seen(0.0, 0, _relative(wanted.astype(np.float32), found.astype(np.float32)))
-        return Seen(0.0, 0, float(np.mean(wanted != found)) if wanted.size else 0.0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        compared = np.isfinite(wanted)
-        if clamped < math.inf:
-            same = (np.abs(wanted) > clamped) & (np.sign(wanted) == np.sign(found)) & (np.abs(found) >= clamped * 0.99)
-            compared &= ~same
-        lost = int((compared & ~np.isfinite(found)).sum())
-        both = compared & np.isfinite(found)
-        error = math.inf if lost else _relative(np.where(both, wanted, 0), np.where(both, found, 0))
+        return Seen(0.0, 0, _differing(wanted, found) if measure else 0.0)
+    compared = np.isfinite(wanted)
+    if clamped < math.inf:
+        same = (np.abs(wanted) > clamped) & (np.sign(wanted) == np.sign(found)) & (np.abs(found) >= clamped * 0.99)
+        compared &= ~same
+    lost = int((compared & ~np.isfinite(found)).sum())
+    error = math.inf if lost else 0.0
+    if measure and not lost:
+        error = _relative(np.where(compared, wanted, 0), np.where(compared, found, 0))
     return Seen(_top(wanted), lost, error)
 
 
+def _differing(wanted: np.ndarray, found: np.ndarray) -> float:
+    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # quantized values: one step is a small error
+        return _relative(wanted, found)
+    return float(np.mean(wanted != found)) if wanted.size else 0.0
+
+
 def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
-    wide = wanted.astype(np.float64).ravel()
-    norm = float(np.linalg.norm(wide))
-    apart = float(np.linalg.norm(found.astype(np.float64).ravel() - wide))
+    wide = wanted.astype(np.float64)
+    norm = math.sqrt(float(np.square(wide).sum()))
+    apart = math.sqrt(float(np.square(found - wide).sum()))
     return apart / norm if norm else (0.0 if apart == 0 else math.inf)
 
 
-def _culprits(
+def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
+    return [(index, reason) for index, reason in found if index not in kept and source.castable(index)]
+
+
+def _lossy(
     source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
 ) -> list[tuple[int, str]]:
     """Nodes to keep next, the surest reason first: once those are kept, the others may be gone."""
-
-    def new(found: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
-        return [(index, reason) for index, reason in found if index not in kept and source.castable(index)]
-
-    found = new(_out_of_range(source, seen, masked)) or new(_lost_values(source, retyped, seen))
-    if found:
-        return found
+    found = _new(source, kept, _out_of_range(source, seen, masked))
+    found = found or _new(source, kept, _lost_values(source, retyped, seen))
     lost = [name for name in source.outputs if name in seen and seen[name].lost]
-    if lost:
+    if lost and not found:
         raise StageFailed(f"the output {lost[0]!r} overflows {_label(source)} itself; keep float32 inputs and outputs")
-    return new(_astray(source, retyped, seen))
+    return found
+
+
+def _far_off(source: Source, seen: Mapping[str, Seen]) -> list[str]:
+    """The outputs whose error is more than the rounding of a sound graph makes."""
+    quantized = any(node.op_type == "QuantizeLinear" for node in source.nodes)
+    limit = _QUANTIZED_TOLERANCE if quantized else TOLERANCE[source.low]
+    return [name for name in source.outputs if name in seen and seen[name].error > limit]
 
 
 def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) -> Iterator[tuple[int, str]]:
@@ -239,12 +267,8 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
     """Where an output is far off: the nodes whose error is suddenly much larger than that of what they read."""
-    quantized = any(node.op_type == "QuantizeLinear" for node in source.nodes)
-    limit = _QUANTIZED_TOLERANCE if quantized else TOLERANCE[source.low]
-    bad = [name for name in source.outputs if name in seen and seen[name].error > limit]
-    if not bad:
-        return
-    for index in sorted(_above(source, bad)):
+    limit = TOLERANCE[source.low]
+    for index in sorted(_above(source, _far_off(source, seen))):
         node = source.nodes[index]
         after = max((seen[n].error for n in node.output if n in seen), default=0.0)
         before = max((seen[n].error for n in node.input if n in seen), default=0.0)

@@ -21,8 +21,8 @@ MAX_BUILDER_LEVEL = 5
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFromOnnxConfig(StageConfig):
-    """``toolkit``: ``tensorrt-rtx`` or ``tensorrt``. ``profiles``: ``input_ids=1x8,8x128,64x512`` for each dynamic input
-    (min, opt, max); an input given again starts the next profile; none: one profile from the signature's ranges.
+    """``toolkit``: ``tensorrt-rtx`` or ``tensorrt``. ``profiles``: ``input_ids=1x8,8x128,64x512`` (min, opt, max) for
+    each dynamic input; an input given again starts the next profile; none: one from the signature's ranges.
     ``compute_capabilities``: GPUs to build for, such as ``8.6``; none: what the toolkit builds for by itself.
     ``workspace_bytes``: the most device memory a kernel may use as scratch; None: no limit. ``builder_level``: 0 (quick
     to build) to 5 (quick to run); None: the toolkit's own. The precision is the graph's: networks are strongly typed.
@@ -52,9 +52,10 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     """Build an engine from ``src`` (kind ``onnx``) into ``out``.
 
     The signature is what the built network has, its dims named as in ``src`` and ranged as in the profiles.
-    ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles. ``notes``: summary, kernels (which
-    ONNX nodes went into which kernel), profiles, warnings. Raises ``MissingExtra``, ``BadInputSpec`` for a profile,
-    ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file, ``EngineNotBuilt`` for the rest.
+    ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles. ``notes``: summary, kernels
+    (which ONNX nodes went into which kernel), profiles, warnings. Raises ``MissingExtra``, ``BadInputSpec`` for a
+    profile, ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file, ``EngineNotBuilt`` for
+    the rest.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -100,8 +101,8 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
             )
     except ChildCrashed as error:
         raise EngineNotBuilt(
-            f"{config.toolkit} died while building {model.name} ({error}); simplify the model or export it with another "
-            "opset"
+            f"{config.toolkit} died while building {model.name} ({error}); simplify the model or export it with "
+            "another opset"
         ) from error
     except OSError as error:
         raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
@@ -134,9 +135,9 @@ def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[O
 def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
     """What is wrong with an engine file, in one line; None where nothing is. Needs no GPU.
 
-    The bytes are compared with the sidecar where there is one: only that finds a flipped bit among the weights. Then the
-    toolkit (default: the one the sidecar names, else ``tensorrt-rtx``) looks at the header and the layout in a child
-    process, which without a GPU is as far as it gets: a truncated file, a foreign file and a damaged header are found.
+    The bytes are compared with the sidecar where there is one: only that finds a flipped bit among the weights. Then
+    the toolkit (default: the one the sidecar names, else ``tensorrt-rtx``) looks at header and layout in a child
+    process, which without a GPU is as far as it gets: a truncated or foreign file and a damaged header are found.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"

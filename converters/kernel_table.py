@@ -9,7 +9,8 @@ from typing import Any
 
 _ROW = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), (?P<rest>.*)$")
 _DTYPE = re.compile(r"Datatype: (\w+)")
-_SOURCE = re.compile(r"\[ONNX Layer: (.*?)\](?=\[|$)")
+_SOURCE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\[\x1f]|$)")  # one after the other, or with unit separators between
+_FIELD_NAMES = {"float": "float32", "half": "float16"}
 _END = ("I/O Tensors:", "Engine Metadata:", "Bindings:")
 
 
@@ -37,7 +38,7 @@ def parse_layers(listing: str) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts: ``kernels`` in all, by ``types`` and by output ``dtypes``; ``fused`` ones hold more than one ONNX node."""
+    """Counts: ``kernels`` in all, by ``types``, by output ``dtypes``; ``fused`` ones hold more than one ONNX node."""
     return {
         "kernels": len(rows),
         "fused": sum(len(row["onnx"]) > 1 for row in rows),
@@ -54,4 +55,4 @@ def _split_sides(rest: str) -> tuple[str, str]:
 
 
 def _dtypes(side: str) -> list[str]:
-    return sorted({name.lower() for name in _DTYPE.findall(side)})
+    return sorted({_FIELD_NAMES.get(name.lower(), name.lower()) for name in _DTYPE.findall(side)})

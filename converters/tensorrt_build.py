@@ -8,12 +8,13 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel.converters.build_progress import BuildProgress
 from accel.converters.engine_from_onnx import EngineNotBuilt
 from accel.converters.kernel_table import parse_layers, summary
-from accel.errors import InvalidModel, UnsupportedHere
+from accel.converters.onnx_for_tensorrt import check_onnx
+from accel.errors import UnsupportedHere
 from accel.progress import report
 from accel.runtimes.tensorrt_toolkit import (
     Log,
@@ -24,10 +25,7 @@ from accel.runtimes.tensorrt_toolkit import (
     make_logger,
     offered_capabilities,
 )
-from accel.sources.onnx_file import one_line, read_proto
-
-if TYPE_CHECKING:
-    import onnx
+from accel.sources.onnx_file import one_line
 
 # The parser walks the graph by recursion: some 3500 nodes in a row overflow the usual 8 MB. Only pages that are used
 # take memory; the smaller sizes are for machines that limit address space.
@@ -139,50 +137,6 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return answer[0]
 
 
-def check_onnx(path: Path) -> None:
-    """``InvalidModel`` for what the ONNX checker refuses (TensorRT takes an empty or text file for an empty network),
-    ``EngineNotBuilt`` for unsigned QDQ, which TensorRT reads as signed without a word."""
-    import onnx
-
-    model = read_proto(path)
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:
-        # An operator nobody knows is for the parser to name; it says which node it is.
-        if "No Op registered" not in str(error) and "No opset import" not in str(error):
-            raise InvalidModel(f"{path} fails the ONNX checker ({one_line(error)}); export it again") from error
-    if not model.graph.node or not model.graph.output:
-        raise InvalidModel(f"{path} holds no nodes or no outputs; export it again")
-    if node := unsigned_qdq(model.graph):
-        raise EngineNotBuilt(
-            f"TensorRT has no uint8 quantization: node {node.name or node.output[0]!r} ({node.op_type}) of {path.name} is "
-            "unsigned; quantize it symmetrically to int8 (accel optimize does for this target)"
-        )
-
-
-def unsigned_qdq(graph: onnx.GraphProto) -> onnx.NodeProto | None:
-    """The first QuantizeLinear or DequantizeLinear whose 8-bit numbers are unsigned."""
-    from onnx import TensorProto
-
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant":
-            types |= {node.output[0]: a.t.data_type for a in node.attribute if a.name == "value"}
-    for node in graph.node:
-        if node.op_type not in ("QuantizeLinear", "DequantizeLinear") or node.domain not in ("", "ai.onnx"):
-            continue
-        if len(node.input) > 2 and node.input[2]:
-            kind = types.get(node.input[2])
-        elif node.op_type == "QuantizeLinear":
-            # The standard: no zero point means uint8, unless the node says otherwise (opset 21 and later).
-            kind = next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), TensorProto.UINT8)
-        else:
-            kind = types.get(node.input[0])
-        if kind in (TensorProto.UINT8, TensorProto.UINT16):
-            return node
-    return None
-
-
 def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
     try:
         builder = trt.Builder(logger)
@@ -201,7 +155,9 @@ def _parse(trt: Any, builder: Any, logger: Any, model: Path) -> Any:
     if not parser.parse_from_file(str(model)):
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
         named = next((e for e in errors if e.node_operator()), errors[0] if errors else None)
-        where = f"node {named.node_name()!r} ({named.node_operator()})" if named and named.node_operator() else "the model"
+        where = (
+            f"node {named.node_name()!r} ({named.node_operator()})" if named and named.node_operator() else "the model"
+        )
         reasons = [e.desc() for e in ([named] if named else []) + errors]
         raise EngineNotBuilt(_refused(f"TensorRT refuses {where} of {model.name}", _first_reason(reasons)))
     if not network.num_layers or not network.num_outputs:

@@ -34,7 +34,7 @@ def prepare(folder: Path) -> None:
     accuracy = digits.train(folder / "digits.safetensors")
     print(f"  top-1 {accuracy:.3f} on {digits.TEST_SAMPLES} test images")
     parts = digits.data()
-    np.savez(folder / "digits_calib.npz", **{"image": parts["train"]["image"][:256]})
+    np.savez(folder / "digits_calib.npz", image=parts["train"]["image"][:256])
     np.savez(folder / "digits_test.npz", **parts["test"])  # type: ignore[arg-type]
     np.savez(folder / "calib.npz", **minilm.calibration_data())  # type: ignore[arg-type]
     judged = folder / "judged"

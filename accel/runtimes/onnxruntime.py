@@ -48,7 +48,7 @@ class OnnxRuntimeSession(BaseSession):
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
         """Inputs copied to ``device``, outputs left there until all are done, then copied back: one copy each way."""
         binding = self.session.io_binding()
-        held = []  # the session keeps no reference to what is bound
+        held = []  # not every version keeps a reference to what is bound
         for name, value in feeds.items():
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])

@@ -105,7 +105,7 @@ class Log:
             self.layers = message
         elif error:
             self.errors.append(message)
-        elif warning and message not in self.warnings:
+        elif warning and message not in self.warnings and not message.endswith("has Int64 binding."):
             self.warnings.append(message)
 
 

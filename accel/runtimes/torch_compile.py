@@ -100,8 +100,11 @@ def _torch_warns_of_itself() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in one line, without torch's advice on debugging."""
+    """The innermost cause in one line (of a C++ compiler, what it wrote), without torch's advice on debugging."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    said = lines[:1]
+    if "Output:" in lines[:-1]:
+        said.append(lines[lines.index("Output:") + 1])
+    return ": ".join([type(error).__name__, *said])[:300]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed
 from accel.progress import report
-from accel.runtimes.base import BaseSession, Session, SessionOptions, default_runtime, open_session
+from accel.runtimes.base import BaseSession, Session, default_runtime, open_session
 from accel.stage import GateResult, path_sha256
 from accel.verify.compare import Difference, compare
 from accel.verify.data import Dataset
@@ -19,9 +20,9 @@ from accel.verify.data import Dataset
 if TYPE_CHECKING:
     import numpy as np
 
-# Outputs of reference models, by artifact and feeds: several stages are compared with the same input.
-_references: OrderedDict[tuple[str, str, str, str], dict[str, np.ndarray]] = OrderedDict()
-_REFERENCE_BYTES = 1 << 29
+# Outputs of models by artifact, runtime and feeds: what a stage made is what the next one is compared with.
+_outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
+_OUTPUT_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,8 @@ class OutputGate:
     """Largest relative error ||candidate - reference||₂ / ||reference||₂ of any output, at any shape.
 
     At every case of ``signature.cases()``: with ``data`` on its samples, cut or repeated to that shape, and on
-    ``samples`` of them as they are; without on random inputs. ``seeds``: how many different inputs the first case runs on, since a
-    branch that depends on the values is only found by other values.
+    ``samples`` of them as they are; without on random inputs. ``seeds``: how many different inputs the first case runs
+    on, since a branch that depends on the values is only found by other values.
     """
 
     name: str = "outputs"
@@ -51,20 +52,20 @@ class OutputGate:
             note = f"{out.kind} can't run on this machine; run accel verify where it can"
             return [self._result("all", None, None, note)]
         results: list[GateResult] = []
-        with (
-            open_session(src, gate_runtime(src), _reference_options()) as reference,
-            open_session(out, runtime) as candidate,
-        ):
+        with ExitStack() as stack:
+            reference, candidate = Outputs(src, gate_runtime(src), stack), Outputs(out, runtime, stack)
             feeds_by_case = list(self._feeds(src, out))
             for index, (case, feeds) in enumerate(feeds_by_case):
                 report("gate", index / len(feeds_by_case))
+                wanted = reference.of(feeds)
                 try:
-                    results += self._compare(reference, candidate, case, feeds)
+                    found = candidate.of(feeds)
                 except AccelError:
                     raise
                 except Exception as error:
                     reason = " ".join(str(error).split())[:200]
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
+                results += [self._result(case, d, d.rel_l2 <= self.limit, d.problem) for d in compare(wanted, found)]
         return results
 
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
@@ -80,13 +81,6 @@ class OutputGate:
             yield f"{_case_name(cases[0])} seed {seed}", feeds(seed, cases[0])
         for index, batch in enumerate(dataset.batches(4, self.samples) if dataset else ()):
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
-
-    def _compare(
-        self, reference: BaseSession, candidate: BaseSession, case: str, feeds: dict[str, np.ndarray]
-    ) -> list[GateResult]:
-        wanted = _reference_outputs(reference, case, feeds)
-        found = candidate.run(cast_feeds(candidate, feeds))
-        return [self._result(case, d, d.rel_l2 <= self.limit, d.problem) for d in compare(wanted, found)]
 
     def _result(self, case: str, found: Difference | None, passed: bool | None, note: str) -> GateResult:
         import math
@@ -130,20 +124,29 @@ def gate_runtime(artifact: Artifact) -> str | None:
     return runtime.name if runtime.runnable() else None
 
 
-def _reference_options() -> SessionOptions:
-    return SessionOptions()
+class Outputs:
+    """What an artifact computes; its session is opened when something has to be run that wasn't before."""
 
+    def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
+        self._artifact = artifact
+        self._runtime = runtime
+        self._digest = artifact.digest
+        self._stack = stack
+        self._session: BaseSession | None = None
 
-def _reference_outputs(session: BaseSession, case: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    dims = str(session.signature.to_json()["dims"])
-    key = (session.artifact.digest, case, dims, _digest(feeds))
-    if key not in _references:
-        _references[key] = session.run(cast_feeds(session, feeds))
-        while sum(v.nbytes for outputs in _references.values() for v in outputs.values()) > _REFERENCE_BYTES:
-            _references.popitem(last=False)
-            if not _references:
-                return session.run(cast_feeds(session, feeds))
-    return _references[key]
+    def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The outputs for these feeds, which are cast to the artifact's own dtypes."""
+        key = (self._digest, str(self._runtime), _digest(feeds))
+        if key in _outputs:
+            _outputs.move_to_end(key)
+            return _outputs[key]
+        if self._session is None:
+            self._session = self._stack.enter_context(open_session(self._artifact, self._runtime))
+        found = self._session.run(cast_feeds(self._session, feeds))
+        _outputs[key] = found
+        while sum(v.nbytes for kept in _outputs.values() for v in kept.values()) > _OUTPUT_BYTES:
+            _outputs.popitem(last=False)
+        return found
 
 
 def _digest(feeds: Mapping[str, np.ndarray]) -> str:

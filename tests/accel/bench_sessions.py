@@ -1,4 +1,4 @@
-"""Sessions for the tests of the benchmark: what they do is in their candidate's ``options``. Opened in child processes."""
+"""Sessions for the tests of the benchmark, opened in child processes: the ``options`` say what they do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Scripted(BaseSession):
             y = y * np.nan
         if script.get("shape"):
             y = y[:, :1]
-        return {script.get("output", "y"): y + y.dtype.type(script.get("off", 0))}
+        outputs = {script.get("output", "y"): y + y.dtype.type(script.get("off", 0))}
+        if "second_off" in script:
+            outputs["z"] = y + y.dtype.type(script["second_off"])
+        return outputs
 
 
 def scripted(candidate: Candidate) -> Scripted:

@@ -1,7 +1,8 @@
-"""The schedule: who runs when, who is paused, what is compared before, and what becomes of candidates that misbehave."""
+"""The schedule: who runs when, who is paused, what is compared before, what becomes of candidates that misbehave."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
@@ -86,7 +87,7 @@ def test_a_row_has_everything_that_was_promised() -> None:
 
 
 def test_json_and_table_hold_the_report() -> None:
-    """Fails if the JSON has other names than documented, holds what JSON can't, or the table drops a row or an error."""
+    """Fails if the JSON has other names than documented or what JSON can't hold, or the table drops a row or error."""
     report = quick([scripted("base"), scripted("[odd] name", ms=0.4), scripted("bad", nan=True)])
     body = json.loads(json.dumps(report.to_json(), allow_nan=False))
     needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
@@ -94,9 +95,8 @@ def test_json_and_table_hold_the_report() -> None:
     assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
     assert body["results"][2]["median_ms"] is None
     assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
-    console = Console(width=200, record=True, file=open(os.devnull, "w", encoding="utf-8"))
-    with console.file:
-        console.print(table(report))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(report))
     text = console.export_text()
     assert "[odd] name" in text
     assert "NaN" in text
@@ -113,7 +113,7 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order (whoever follows the hottest one always pays), or it isn't reproducible."""
+    """Fails if every round has the same order (who follows the hottest one always pays), or it isn't reproducible."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
@@ -134,12 +134,18 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Fails if such a candidate is timed, or takes the others down with it, before the first round or in a later one."""
+    """Fails if such a candidate is timed, or takes the others with it, before the first round or in a later one."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
     assert report.row("good").rounds == 5
     assert report.row("good").error is None
+
+
+def test_the_worst_output_counts() -> None:
+    """Fails if only the first output is compared, or the difference of the last or the smallest one is shown."""
+    report = quick([scripted("base", second_off=0), scripted("a", second_off=3), scripted("b", second_off=0, off=2)])
+    assert [row.max_abs_diff for row in report.rows] == [0, 3, 2]
 
 
 def test_other_input_names_are_not_comparable() -> None:
@@ -214,7 +220,7 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget() -> None:
 def test_ctrl_c_leaves_no_process_behind() -> None:
     """Fails if a paused process outlives the benchmark."""
 
-    def interrupt(message: str, fraction: float | None) -> None:  # noqa: ARG001
+    def interrupt(message: str, fraction: float | None) -> None:
         if message == "bench: round 2":
             raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The verdicts, on simulated machines whose truth is known: noise with drift, heavy tails and processes with their own luck."""
+"""The verdicts, on simulated machines whose truth is known: drift, heavy tails, processes with luck of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNS = 200  # simulated benchmarks
 
 
 class Machine:
-    """Times of runs on a machine that drifts, is slowed for whole rounds, has spikes, and treats processes unequally."""
+    """Times on a machine that drifts, is slowed for whole rounds, has spikes, and treats processes unequally."""
 
     def __init__(self, seed: int, rounds: int, *, process_luck: float = 0.005, block_noise: float = 0.01) -> None:
         self.rng = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def verdict_of(machine: Machine, slower_by: float, milliseconds: float = 5.0) ->
 
 @pytest.mark.parametrize("rounds", [MIN_ROUNDS, 7, ROUNDS, 20])
 def test_a_model_against_itself_is_called_different_at_most_once_in_twenty(rounds: int) -> None:
-    """Fails if rounds are not compared as pairs, if the interval is too narrow, or if the noise floor is left out."""
+    """Fails if a verdict needs only the interval, or the baseline's own noise isn't part of it."""
     verdicts = Counter(verdict_of(Machine(seed, rounds), 0.0)[0] for seed in range(RUNS))
     assert RUNS - verdicts["no measurable difference"] <= RUNS / 20, verdicts
 
@@ -76,7 +76,7 @@ def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_
 
 
 def test_an_injected_ten_percent_delay_is_found() -> None:
-    """Fails if the noise floor or the interval swallow an effect that users care about, or if the sign is turned."""
+    """Fails if rounds are not compared as pairs, if the floor swallows what users care about, or the sign is turned."""
     verdicts = Counter(verdict_of(Machine(seed, ROUNDS), 0.10)[0] for seed in range(RUNS))
     assert verdicts["slower"] >= 0.95 * RUNS, verdicts
     assert verdicts["faster"] == 0
@@ -124,11 +124,12 @@ def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
 
 def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> None:
     """Fails if the bootstrap isn't seeded, or the interval is not around the value."""
-    machine = Machine(3, ROUNDS)
-    a, b = round_medians(machine.run(5.0)), round_medians(machine.run(4.0))
-    first, again = speedup(a, b, seed=7), speedup(a, b, seed=7)
-    assert first == again
-    assert first.low <= first.value <= first.high
+    for seed in range(10):
+        machine = Machine(seed, 30)
+        a, b = round_medians(machine.run(5.0)), round_medians(machine.run(4.0))
+        first, again = speedup(a, b, seed=7), speedup(a, b, seed=7)
+        assert first == again
+        assert first.low <= first.value <= first.high
 
 
 def test_summary_is_over_all_iterations_in_milliseconds() -> None:
@@ -143,10 +144,10 @@ def test_summary_is_over_all_iterations_in_milliseconds() -> None:
     assert round_medians(rounds).tolist() == [25.5, 75.5]
 
 
-@pytest.mark.parametrize(("freedom", "expected"), [(4, 2.7764), (8, 2.3060), (19, 2.0930), (100, 1.9840)])
+@pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776445), (8, 2.306004), (19, 2.093024), (100, 1.983972)])
 def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float) -> None:
     """Fails if a term of the series is wrong."""
-    assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=2e-3)
+    assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=4e-4)
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:

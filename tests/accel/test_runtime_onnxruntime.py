@@ -269,7 +269,7 @@ class BoundOnCpu(OnnxRuntimeSession):
 
 
 def test_io_binding_gives_the_same(linear: Artifact) -> None:
-    """Fails if bound inputs are freed too early, outputs change their order, or memory is shared between runs."""
+    """Fails if outputs change their order, or memory is shared between runs."""
     with OnnxRuntimeSession(linear, SessionOptions()) as plain, BoundOnCpu(linear, SessionOptions()) as bound:
         _same_on_several_shapes(plain, bound)
 

@@ -64,7 +64,7 @@ def test_it_computes_what_eager_computes_and_compiles_at_the_first_run(source: A
     model, said = source("mlp"), []
     with open_session(model, "torch") as eager, open_session(model, "torch-compile") as compiled:
         assert isinstance(compiled, TorchCompileSession)
-        with watched_by(lambda message, fraction: said.append(message)):  # noqa: ARG005
+        with watched_by(lambda message, _fraction: said.append(message)):
             for seed, batch in enumerate((3, 3, 5, 5, 6)):
                 feeds = model.signature.example_inputs(seed=seed, batch=batch)
                 wanted, found = eager.run(feeds), compiled.run(feeds)
@@ -79,7 +79,7 @@ def test_graph_breaks_are_counted_and_told(source: Any) -> None:
     """Fails if parts that run outside the compiled code go unnoticed."""
     said: list[str] = []
     with open_session(source("breaks"), "torch-compile") as session:
-        with watched_by(lambda message, fraction: said.append(message)):  # noqa: ARG005
+        with watched_by(lambda message, _fraction: said.append(message)):
             session.run(session.example_inputs())
         assert session.graph_breaks == 1
     assert "graph break" in said[-1]
@@ -109,7 +109,7 @@ def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
         open_session(source("mlp"), "torch-compile") as session,
         torch._inductor.config.patch({"cpp.cxx": (str(compiler),), "force_disable_caches": True}),
         torch._dynamo.config.patch(suppress_errors=True),
-        pytest.raises(BuildFailed, match=r"torch\.compile failed on .*compiled_models\.py") as caught,
+        pytest.raises(BuildFailed, match=r"failed on .*compiled_models\.py .*no space left") as caught,
     ):
         session.run(session.example_inputs(batch=7))
     assert "\n" not in str(caught.value)
