@@ -1,8 +1,8 @@
-"""How much faster than native PyTorch is what `accel optimize` chooses for all-MiniLM-L6-v2 on this CPU, and is it right?
+"""How much faster than native PyTorch is what `accel optimize` chooses for MiniLM on this CPU, and is it right?
 
     python benchmarks/minilm_cpu.py            # writes benchmarks/results/minilm_cpu.json and .md
 
-Real weights, real text of 128 tokens at batch 1, the metric on WordSim353 and the Lee corpus. Run it on a quiet machine.
+Real weights, real text of 128 tokens at batch 1, the metric on WordSim353 and the Lee corpus. For a quiet machine.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime.quantization as ort
 from onnxruntime.quantization.calibrate import save_tensors_data
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from accel.converters.quantize import Task, calibration_feeds
+from accel.converters.quantize import QuantizeFailed, Task, calibration_feeds
 
 _BATCH = 4
 
@@ -36,24 +37,13 @@ def run_static(task: Task) -> dict[str, Any]:
     """QDQ for ONNX Runtime on CPUs: uint8 activations with a zero point, int8 weights."""
     if task.transformer:
         # Only the products: quantizing what is between them costs more than it saves.
-        ops = task.config.ops or _PRODUCTS
-        options = {"MatMulConstBOnly": True, "OpTypesToExcludeOutputQuantization": list(_PRODUCTS)}
-    else:
-        ops, options = task.config.ops or (*_PRODUCTS, *_BETWEEN), {}
-    return _static(task, ops, ort.QuantType.QUInt8, options)
+        return _static(task, task.config.ops or _PRODUCTS, ort.QuantType.QUInt8, inputs_only=True)
+    return _static(task, task.config.ops or (*_PRODUCTS, *_BETWEEN), ort.QuantType.QUInt8)
 
 
 def run_symmetric(task: Task) -> dict[str, Any]:
     """QDQ for TensorRT: int8 without zero points in front of weight products, outputs and biases as they were."""
-    ops = task.config.ops or _PRODUCTS
-    options = {
-        "ActivationSymmetric": True,
-        "WeightSymmetric": True,
-        "QuantizeBias": False,
-        "MatMulConstBOnly": True,
-        "OpTypesToExcludeOutputQuantization": list(ops),
-    }
-    return _static(task, ops, ort.QuantType.QInt8, options)
+    return _static(task, task.config.ops or _PRODUCTS, ort.QuantType.QInt8, inputs_only=True, symmetric=True)
 
 
 def run_dynamic(task: Task) -> dict[str, Any]:
@@ -73,11 +63,21 @@ def run_dynamic(task: Task) -> dict[str, Any]:
     return {}
 
 
-def _static(task: Task, ops: tuple[str, ...], activations: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _static(
+    task: Task, ops: tuple[str, ...], activations: Any, *, inputs_only: bool = False, symmetric: bool = False
+) -> dict[str, Any]:
+    """``inputs_only``: quantize what goes into products with constant weights, and nothing else."""
     config = task.config
+    found = _smoothed(task, ops) if inputs_only and task.transformer and config.smooth else {}
     path = _preprocessed(task)
     ranges = path.with_name("ranges.json")
-    symmetric = bool(options.get("ActivationSymmetric"))
+    excluded = list(task.excluded)
+    options: dict[str, Any] = {"ActivationSymmetric": symmetric, "WeightSymmetric": True}
+    if inputs_only:
+        excluded += _without_weights(path, ops)
+        options["OpTypesToExcludeOutputQuantization"] = list(ops)
+    if symmetric:
+        options["QuantizeBias"] = False
     _calibrate(task, path, ops, ranges, symmetric=symmetric)
     ort.quantize_static(
         str(path),
@@ -89,12 +89,55 @@ def _static(task: Task, ops: tuple[str, ...], activations: Any, options: dict[st
         reduce_range=False,  # with VNNI and on GPUs nothing saturates
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
-        nodes_to_exclude=list(task.excluded),
+        nodes_to_exclude=excluded,
         calibrate_method=_METHODS[config.calibration],
         use_external_data_format=_is_large(task.path),
         extra_options=options,
     )
-    return {}
+    if inputs_only:
+        _spare_bystanders(task.out, ops, set(excluded))
+        found["products_left"] = len(excluded) - len(task.excluded)
+    return found
+
+
+def _smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
+    from accel.converters.onnx_write import write_onnx
+    from accel.converters.quantize_smooth import smooth
+
+    model = onnx.load(str(task.path))
+    excluded = {*task.excluded, *_without_weights(task.path, ops)}
+    count = smooth(model, ops, excluded, calibration_feeds(task, _BATCH), task.config.smooth)
+    write_onnx(model, task.path)
+    return {"smoothed": count}
+
+
+def _without_weights(path: Path, ops: tuple[str, ...]) -> list[str]:
+    """Products of two activations: the two of attention."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    return [n.name for n in graph.node if n.op_type in ops and len(n.input) > 1 and n.input[1] not in constants]
+
+
+def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
+    """The quantizer gives the quantized tensor to everyone who reads it; a residual beside a product reads the
+    original again, as it would otherwise carry the rounding of every layer on."""
+    model = onnx.load(str(path), load_external_data=False)
+    quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
+    originals = {
+        n.output[0]: quantized[n.input[0]]
+        for n in model.graph.node
+        if n.op_type == "DequantizeLinear" and n.input[0] in quantized
+    }
+    for node in model.graph.node:
+        if node.op_type not in ops or node.name in excluded:
+            for position, name in enumerate(node.input):
+                node.input[position] = originals.get(name, name)
+    for value in model.graph.output:
+        if value.name in originals:
+            raise QuantizeFailed(
+                f"the output {value.name!r} would be quantized; leave the node that makes it with keep"
+            )
+    onnx.save(model, str(path))
 
 
 def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, symmetric: bool) -> None:

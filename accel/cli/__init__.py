@@ -174,15 +174,19 @@ class Output:
             self._bar.stop()
 
 
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+
+
 class PlainLines:
-    """Progress for a log: a line when something new begins, none for every percent."""
+    """Progress for a log: a line when something new begins, none for every percent, batch or round."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def __call__(self, message: str, fraction: float | None) -> None:  # noqa: ARG002 - the bar's other half
-        if message != self._last:
-            self._last = message
+        kind = message.translate(_NO_DIGITS)
+        if kind != self._last:
+            self._last = kind
             click.echo(f"accel: {message}", err=True)
 
 

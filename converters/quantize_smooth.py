@@ -1,0 +1,135 @@
+"""Outliers moved from activations into weights before both are quantized.
+
+The activations of a transformer have a few channels that are many times larger than the others; one scale for all of
+them leaves the others a handful of steps. Dividing channel j of what goes into a product by s_j, and multiplying row j
+of the weights with it, changes nothing in float32 and evens the ranges out (SmoothQuant, arXiv 2211.10438, eq. 4):
+s_j = max|X_j|^alpha / max|W_j|^(1-alpha).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx
+from onnx import NodeProto, helper, numpy_helper
+
+from accel.runtimes.onnx_rounded import RoundedModel
+
+_SMALLEST = 1e-5
+
+
+def smooth(
+    model: onnx.ModelProto,
+    ops: tuple[str, ...],
+    excluded: set[str],
+    feeds: Iterable[Mapping[str, np.ndarray]],
+    alpha: float,
+) -> int:
+    """Rewrite ``model`` in place; how many activations were smoothed. One factor serves all products that read the
+    same activation; it is folded into the layer normalisation before them where nothing else reads that."""
+    weights = {t.name: t for t in model.graph.initializer}
+    readers: dict[str, list[NodeProto]] = {}
+    users: dict[str, int] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            users[name] = users.get(name, 0) + 1
+        if node.op_type in ops and node.name not in excluded and _rows_axis(node, weights) is not None:
+            readers.setdefault(node.input[0], []).append(node)
+    outputs = {value.name for value in model.graph.output}
+    ranges = _channel_ranges(model, list(readers), feeds)
+    makers = {n.output[0]: n for n in model.graph.node if n.op_type == "LayerNormalization"}
+    done = 0
+    for name, largest in ranges.items():
+        products = readers[name]
+        factors = _factors(largest, [_rows(node, weights) for node in products], alpha)
+        if factors is None:
+            continue
+        for node in products:
+            _scale_rows(model, node, weights, factors)
+        free = users[name] == len(products) and name not in outputs
+        if not (free and name in makers and _fold(model, makers[name], weights, factors)):
+            _insert(model, name, products, factors)
+        done += 1
+    return done
+
+
+def _rows_axis(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int | None:
+    """The axis of the weights that meets the last axis of the activation."""
+    if node.op_type not in ("MatMul", "Gemm") or node.input[1] not in weights:
+        return None
+    if len(weights[node.input[1]].dims) != 2:
+        return None
+    flags = {a.name: a.i for a in node.attribute}
+    return None if flags.get("transA") else int(flags.get("transB", 0))
+
+
+def _rows(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> np.ndarray:
+    """max|W_j| of each row j."""
+    axis = _rows_axis(node, weights)
+    return np.asarray(np.abs(numpy_helper.to_array(weights[node.input[1]])).max(axis=1 - (axis or 0)))
+
+
+def _channel_ranges(
+    model: onnx.ModelProto, names: list[str], feeds: Iterable[Mapping[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """max|X_j| over everything that ``feeds`` make of each tensor."""
+    plain = RoundedModel(model)
+    inner = [name for name in names if name in plain.tensors]
+    ranges: dict[str, np.ndarray] = {}
+    for one in feeds:
+        for name, value in plain.run(one, inner).items():
+            largest = np.abs(value).reshape(-1, value.shape[-1]).max(axis=0, initial=0.0)
+            ranges[name] = np.maximum(ranges[name], largest) if name in ranges else largest
+    return {name: value for name, value in ranges.items() if np.isfinite(value).all()}
+
+
+def _factors(largest: np.ndarray, rows: list[np.ndarray], alpha: float) -> np.ndarray | None:
+    weight = np.maximum.reduce(rows)
+    if weight.shape != largest.shape:
+        return None
+    activation = np.maximum(largest.astype(np.float64), _SMALLEST)
+    factors = activation**alpha / np.maximum(weight.astype(np.float64), _SMALLEST) ** (1 - alpha)
+    return np.asarray(np.maximum(factors, _SMALLEST), np.float32)
+
+
+def _scale_rows(
+    model: onnx.ModelProto, node: NodeProto, weights: dict[str, onnx.TensorProto], factors: np.ndarray
+) -> None:
+    axis = _rows_axis(node, weights)
+    old = weights[node.input[1]]
+    scaled = numpy_helper.to_array(old) * (factors[None, :] if axis == 1 else factors[:, None])
+    shared = sum(old.name in n.input for n in model.graph.node) > 1
+    if not shared:
+        old.CopyFrom(numpy_helper.from_array(scaled, old.name))
+        return
+    new = model.graph.initializer.add()  # tied weights: the other reader keeps them as they are
+    new.CopyFrom(numpy_helper.from_array(scaled, f"{old.name}/{node.name}"))
+    weights[new.name] = new
+    node.input[1] = new.name
+
+
+def _fold(
+    model: onnx.ModelProto, norm: NodeProto, weights: Mapping[str, onnx.TensorProto], factors: np.ndarray
+) -> bool:
+    """Divide the scale and bias of a layer normalisation, if they are its own and run along the last axis."""
+    own = [name for name in norm.input[1:] if name]
+    axis = next((a.i for a in norm.attribute if a.name == "axis"), -1)
+    if axis != -1 or any(name not in weights or list(weights[name].dims) != [factors.size] for name in own):
+        return False
+    if any(sum(name in n.input for n in model.graph.node) > 1 for name in own):
+        return False
+    for name in own:
+        weights[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights[name]) / factors, name))
+    return True
+
+
+def _insert(model: onnx.ModelProto, name: str, products: list[NodeProto], factors: np.ndarray) -> None:
+    """A multiplication in front of the products."""
+    constant, smoothed = f"{name}/smoothing", f"{name}/smoothed"
+    model.graph.initializer.append(numpy_helper.from_array(1 / factors, constant))
+    place = min(index for index, node in enumerate(model.graph.node) if any(node is p for p in products))
+    node = helper.make_node("Mul", [name, constant], [smoothed], name=smoothed)
+    for product in products:
+        product.input[0] = smoothed
+    model.graph.node.insert(place, node)

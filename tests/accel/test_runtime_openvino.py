@@ -1,0 +1,265 @@
+"""The OpenVINO session, compared with ONNX Runtime on the model that the IR was made from."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, BadFeeds, InvalidModel, UnknownName, UnsupportedHere
+from accel.runtimes import openvino as runtime_module
+from accel.runtimes.base import SessionOptions, open_session
+from accel.signature import numpy_dtype
+from accel.sources.onnx_file import open_onnx
+
+pytest.importorskip("openvino")
+
+from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig, openvino_from_onnx
+from accel.runtimes.openvino import OpenVinoSession
+
+FLOAT = TensorProto.FLOAT
+Make = Callable[..., Artifact]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """``make(nodes, inputs, outputs, constants)``: the IR of that graph, its ONNX file beside it."""
+
+    def built(
+        nodes: Sequence[onnx.NodeProto],
+        inputs: Sequence[tuple[str, int, Sequence[int | str]]],
+        outputs: Sequence[tuple[str, int, Sequence[int | str]]],
+        constants: dict[str, np.ndarray] | None = None,
+    ) -> Artifact:
+        path = tmp_path_factory.mktemp("ir") / "model.onnx"
+        graph = helper.make_graph(
+            list(nodes),
+            "g",
+            [helper.make_tensor_value_info(*row) for row in inputs],
+            [helper.make_tensor_value_info(*row) for row in outputs],
+            [numpy_helper.from_array(value, name) for name, value in (constants or {}).items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        path.write_bytes(model.SerializeToString())
+        return openvino_from_onnx(open_onnx(path, probe=False), OpenVinoFromOnnxConfig(), path.with_suffix(".xml"))
+
+    return built
+
+
+@pytest.fixture(scope="module")
+def mlp(make: Make) -> Artifact:
+    """Two inputs, two outputs, out of alphabetical order; a product wide enough to show what it was computed in."""
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("MatMul", ["z", "w"], ["h"]),
+        helper.make_node("Add", ["h", "a"], ["sum"]),
+        helper.make_node("Relu", ["sum"], ["b"]),
+        helper.make_node("ReduceSum", ["sum", "axis"], ["total"], keepdims=0),
+    ]
+    constants = {"w": rng.standard_normal((256, 64)).astype(np.float32), "axis": np.array([1])}
+    inputs = [("z", FLOAT, ["batch", 256]), ("a", FLOAT, ["batch", 64])]
+    return make(nodes, inputs, [("total", FLOAT, ["batch"]), ("b", FLOAT, ["batch", 64])], constants)
+
+
+def reference(artifact: Artifact, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    with open_session(open_onnx(artifact.path.with_suffix(".onnx"), probe=False), "onnxruntime") as session:
+        return session.run(feeds)
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
+    """Fails if inputs or outputs are matched by position, or if a size stays from the run before."""
+    with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
+        for batch in (1, 5, 2):
+            feeds = session.example_inputs(batch=batch)
+            found, wanted = session.run(dict(reversed(feeds.items()))), reference(mlp, feeds)
+            assert list(found) == ["total", "b"]
+            for name, value in wanted.items():
+                assert found[name].shape == value.shape
+                np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-4)
+
+
+def test_fp32_is_computed_in_fp32(mlp: Artifact) -> None:
+    """Fails if the precision is left to OpenVINO, which takes bfloat16 where the CPU has it."""
+    with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
+        feeds = session.example_inputs(batch=4)
+        assert error(session.run(feeds)["b"], reference(mlp, feeds)["b"]) < 1e-6
+
+
+def test_bf16_is_computed_in_bf16_or_refused(mlp: Artifact) -> None:
+    """Fails if precision="bf16" changes nothing, or is silently float32 on a CPU without it."""
+    import openvino
+
+    options = SessionOptions(threads=1, precision="bf16")
+    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        with pytest.raises(UnsupportedHere, match="no bf16"):
+            OpenVinoSession(mlp, options)
+        return
+    with OpenVinoSession(mlp, options) as session:
+        feeds = session.example_inputs(batch=4)
+        found = session.run(feeds)["b"]
+        assert found.dtype == np.float32
+        assert 1e-5 < error(found, reference(mlp, feeds)["b"]) < 2e-2
+
+
+def test_a_cpu_without_bf16_refuses_it() -> None:
+    """Fails if the machine's capabilities aren't asked."""
+    settings = runtime_module._settings
+    with pytest.raises(UnsupportedHere, match="precision fp32"):
+        settings(SessionOptions(precision="bf16"), ["FP32", "INT8"])
+    assert settings(SessionOptions(precision="bf16"), ["FP32", "BF16"])["INFERENCE_PRECISION_HINT"] == "bf16"
+    assert settings(SessionOptions(threads=3), [])["INFERENCE_NUM_THREADS"] == 3
+    assert "INFERENCE_NUM_THREADS" not in settings(SessionOptions(), [])
+    with pytest.raises(UnknownName, match="fp32 or bf16"):
+        settings(SessionOptions(precision="int4"), [])
+
+
+def test_outputs_survive_the_next_run(mlp: Artifact) -> None:
+    """Fails if an output is a view of memory that the next run overwrites."""
+    with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
+        first = session.run(session.example_inputs(batch=2, seed=1))
+        kept = {name: value.copy() for name, value in first.items()}
+        session.run(session.example_inputs(batch=2, seed=2))
+        for name, value in kept.items():
+            np.testing.assert_array_equal(first[name], value)
+
+
+def test_inputs_are_left_alone_and_need_not_stay(mlp: Artifact) -> None:
+    """Fails if a run writes to its feeds or can't take strided and read-only arrays."""
+    with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
+        feeds = session.example_inputs(batch=3)
+        wanted = session.run(feeds)
+        awkward = {"z": np.asfortranarray(feeds["z"]), "a": np.repeat(feeds["a"], 2, axis=1)[:, ::2]}
+        for value in awkward.values():
+            value.flags.writeable = False
+        for _ in range(3):
+            found = session.run(awkward)
+            np.testing.assert_array_equal(found["b"], wanted["b"])
+        assert all(np.array_equal(awkward[name], feeds[name]) for name in feeds)
+
+
+KINDS = {
+    "float32": FLOAT, "float64": TensorProto.DOUBLE, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
+    "int8": TensorProto.INT8, "uint8": TensorProto.UINT8, "int32": TensorProto.INT32, "int64": TensorProto.INT64,
+    "uint16": TensorProto.UINT16, "bool": TensorProto.BOOL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_every_dtype_goes_through(dtype: str, make: Make) -> None:
+    """Fails if values or dtypes change between numpy and OpenVINO, whose Python has no bfloat16."""
+    node = helper.make_node("Reshape", ["x", "shape"], ["y"])
+    ends = [("x", KINDS[dtype], ["batch", 4])], [("y", KINDS[dtype], ["half", 2])]
+    artifact = make([node], *ends, {"shape": np.array([-1, 2])})
+    with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
+        values = np.array([[0, 1, 1, 0], [1, 0, 0, 1]]).astype(numpy_dtype(dtype))
+        found = session.run({"x": values})["y"]
+    assert found.dtype == values.dtype
+    np.testing.assert_array_equal(found, values.reshape(-1, 2))
+
+
+def test_scalars_and_empty_arrays(make: Make) -> None:
+    """Fails if an input without dims gets one, or an array without elements has no address to give."""
+    node = helper.make_node("Add", ["x", "s"], ["y"])
+    artifact = make([node], [("x", FLOAT, ["n", 2]), ("s", FLOAT, [])], [("y", FLOAT, ["n", 2])])
+    with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
+        step = np.array(2.0, np.float32)
+        np.testing.assert_array_equal(
+            session.run({"x": np.ones((3, 2), np.float32), "s": step})["y"], np.full((3, 2), 3)
+        )
+        assert session.run({"x": np.ones((0, 2), np.float32), "s": step})["y"].shape == (0, 2)
+
+
+def test_wrong_feeds(mlp: Artifact) -> None:
+    """Fails if OpenVINO's own conversions hide a wrong dtype or name."""
+    with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
+        feeds = session.example_inputs(batch=2)
+        with pytest.raises(BadFeeds, match="float64"):
+            session.run(feeds | {"a": feeds["a"].astype(np.float64)})
+        with pytest.raises(BadFeeds, match="missing input 'z'"):
+            session.run({"a": feeds["a"]})
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_openvino_cant_run_is_an_error_once(threads: int, make: Make) -> None:
+    """Fails if a shape that only the model's inside refuses ends in OpenVINO's own error, in the outputs of the run
+    before (as infer() does with one thread), or in a session that never runs again."""
+    node = helper.make_node("MatMul", ["x", "y"], ["z"])
+    artifact = make([node], [("x", FLOAT, ["a", "b"]), ("y", FLOAT, ["c", "d"])], [("z", FLOAT, ["a", "d"])])
+    with OpenVinoSession(artifact, SessionOptions(threads=threads)) as session:
+        for step in range(1, 3):
+            good = {"x": np.full((2, 3), step, np.float32), "y": np.ones((3, 5), np.float32)}
+            for _ in range(2):
+                np.testing.assert_array_equal(session.run(good)["z"], np.full((2, 5), 3 * step, np.float32))
+            with pytest.raises(AccelError, match=r"can't run .* at x \[2, 3\], y \[4, 5\]: .*incompatible") as caught:
+                session.run({"x": np.ones((2, 3), np.float32), "y": np.ones((4, 5), np.float32)})
+            assert "\n" not in str(caught.value)
+
+
+def test_closed_is_closed(mlp: Artifact) -> None:
+    """Fails if a closed session runs or can't be closed twice."""
+    session = OpenVinoSession(mlp, SessionOptions(threads=1))
+    feeds = session.example_inputs(batch=1)
+    session.close()
+    session.close()
+    with pytest.raises(AccelError, match="closed; load it again"):
+        session.run(feeds)
+
+
+@pytest.mark.parametrize("part", [".xml", ".bin"])
+@pytest.mark.parametrize("damage", ["missing", "half"])
+def test_a_damaged_ir_is_not_loaded(part: str, damage: str, mlp: Artifact, tmp_path: Path) -> None:
+    """Fails if a missing or truncated file ends in OpenVINO's own error."""
+    for file in mlp.files:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / mlp.path.name
+    target = path.with_suffix(part)
+    if damage == "missing":
+        target.unlink()
+    else:
+        target.write_bytes(target.read_bytes()[: target.stat().st_size // 2])
+    broken = Artifact(path=path, kind="openvino", signature=mlp.signature)
+    with pytest.raises(InvalidModel, match=r"convert the model again|put both in one folder") as caught:
+        OpenVinoSession(broken, SessionOptions())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
+    """Fails if a session is made for names that the IR doesn't have."""
+    other = make([helper.make_node("Relu", ["q"], ["r"])], [("q", FLOAT, [4])], [("r", FLOAT, [4])])
+    mixed = Artifact(path=mlp.path, kind="openvino", signature=other.signature)
+    with pytest.raises(InvalidModel, match="has no 'q', it has a, z"):
+        OpenVinoSession(mixed, SessionOptions())
+
+
+def test_overhead_of_a_run(make: Make) -> None:
+    """Fails if a run costs much more than OpenVINO's own call: names searched, arrays copied twice."""
+    node = helper.make_node("Add", ["x", "y"], ["z"])
+    artifact = make([node], [("x", FLOAT, ["batch", 64]), ("y", FLOAT, ["batch", 64])], [("z", FLOAT, ["batch", 64])])
+    with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
+        feeds = session.example_inputs(batch=4)
+        session.run(feeds)
+
+        def microseconds(call: Callable[[], object]) -> float:
+            times = []
+            for _ in range(400):
+                started = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - started)
+            return statistics.quantiles(times, n=10)[0] * 1e6
+
+        overhead = min(
+            microseconds(lambda: session.run(feeds)) - microseconds(lambda: session._request.infer(None))
+            for _ in range(5)
+        )
+    assert overhead < 100  # some 30 on a quiet machine

@@ -1,0 +1,106 @@
+"""The parts of an engine build that need no build: options, probing, the kernel listing, the progress."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from accel.converters.build_progress import BuildProgress
+from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+from accel.converters.kernel_table import parse_layers, summary
+from accel.errors import BadInputSpec, UnknownName, UnsupportedHere
+from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabilities
+
+
+@pytest.mark.parametrize("bad", ["sm_86", "8", "8.6.1", "", "eight.six"])
+def test_unreadable_compute_capability(bad: str) -> None:
+    """Fails if a capability is taken as written."""
+    with pytest.raises(BadInputSpec, match=r"write major\.minor, e\.g\. 8\.6"):
+        EngineFromOnnxConfig(compute_capabilities=(bad,))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"builder_level": 6}, {"builder_level": -1}, {"workspace_bytes": 0}],
+    ids=str,
+)
+def test_options_out_of_range(wrong: dict[str, int]) -> None:
+    """Fails if a value that TensorRT would silently replace by its default goes through."""
+    with pytest.raises(BadInputSpec, match="can't be"):
+        EngineFromOnnxConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_unknown_toolkit() -> None:
+    """Fails if a toolkit that doesn't exist is only found out when the build starts."""
+    with pytest.raises(UnknownName, match="use one of tensorrt-rtx, tensorrt"):
+        EngineFromOnnxConfig(toolkit="tensor-rt")
+
+
+def test_capabilities_are_probed_on_the_toolkit() -> None:
+    """Fails if the names are a table of ours, or if a toolkit without the choice takes one."""
+    members = {"NONE": 0, "CURRENT": 1, "SM120": 120, "SM75": 75, "SM86": 86}
+    rtx = SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))
+    assert offered_capabilities(rtx) == {"7.5": 75, "8.6": 86, "12.0": 120}
+    assert list(offered_capabilities(rtx)) == ["7.5", "8.6", "12.0"]
+    assert offered_capabilities(SimpleNamespace()) == {}
+    assert choose_capabilities("tensorrt-rtx", offered_capabilities(rtx), ("8.6", "7.5", "8.6")) == [86, 75]
+    with pytest.raises(UnsupportedHere, match="builds only for the GPU"):
+        choose_capabilities("tensorrt", {}, ("8.6",))
+
+
+LISTING = "\n".join(
+    (
+        "Layers:",
+        "Name: a+b, [c]_myl0_0, LayerType: gemm, "
+        "Inputs: [ { Name: x, Dimensions: [-1,8], Datatype: Half, Format: f }, "
+        "{ Name: Datatype, Dimensions: [1], Datatype: Int64, Format: f }], "
+        "Constants: [ { Name: w, Datatype: Float, Format: f }], "
+        "Outputs: [ { Name: y, Dimensions: [-1,8], Datatype: BFloat16, Format: f }], TacticName: t, StreamId: 0, "
+        "Metadata: [ONNX Layer: /block/MatMul][ONNX Layer: odd [name]]\x1f[ONNX Layer: last]",
+        "Name: shape, LayerType: shape_call, Inputs: [], Constants: [], Outputs: [], TacticName: , Metadata: ",
+        "a line of another kind",
+        "I/O Tensors:",
+        "Name: x, LayerType: not a kernel, Inputs: [], Constants: [], Outputs: [], TacticName: , Metadata: ",
+    )
+)
+
+
+def test_kernel_listing_is_read_as_it_stands() -> None:
+    """Fails if brackets, commas or separators in names shift the fields, constants count as inputs, or lines after the
+    kernels count as kernels."""
+    rows = parse_layers(LISTING)
+    assert rows[0] == {
+        "name": "a+b, [c]_myl0_0",
+        "type": "gemm",
+        "inputs": ["float16", "int64"],
+        "outputs": ["bfloat16"],
+        "onnx": ["/block/MatMul", "odd [name]", "last"],
+    }
+    assert [row["name"] for row in rows[1:]] == ["shape"]
+    assert summary(rows) == {
+        "kernels": 2,
+        "fused": 1,
+        "types": {"gemm": 1, "shape_call": 1},
+        "dtypes": {"bfloat16": 1, "none": 1},
+    }
+    assert parse_layers("") == []
+
+
+def test_progress_of_nested_phases() -> None:
+    """Fails if an inner phase isn't counted as part of its parent's step, or if the bar goes back."""
+    progress = BuildProgress()
+    assert progress.fraction == 0
+    progress.start("build", None, 4)
+    progress.step("build", 0)
+    assert progress.fraction == pytest.approx(0.25)
+    progress.start("inner", "build", 10)
+    progress.step("inner", 4)
+    assert progress.fraction == pytest.approx(0.25 + 0.5 / 4)
+    progress.finish("inner")
+    assert progress.fraction == pytest.approx(0.25 + 0.5 / 4)
+    progress.step("build", 3)
+    assert progress.fraction < 1
+    progress.finish("build")
+    progress.start("another", None, 100)
+    assert progress.fraction == pytest.approx(0.99)
