@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +40,8 @@ class Child:
     """A child process that answers calls one at a time.
 
     ``make`` (``module:factory`` with ``arguments``) is built once in the child; ``call("name", ...)`` calls its method.
-    ``call("module:function", ...)`` calls a function. ``ChildCrashed`` where the process died, with the signal and
+    ``call("module:function", ...)`` calls a function. ``folder``: where it runs, for libraries that write where they
+    stand. ``ChildCrashed`` where the process died, with the signal and
     the last line it wrote; an ``AccelError`` raised in the child is raised here as it was.
     """
 
@@ -49,6 +51,7 @@ class Child:
         arguments: Mapping[str, Any] | None = None,
         *,
         env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         ours, theirs = Pipe()
@@ -62,10 +65,20 @@ class Child:
                 stderr=self._log,
                 # Its own session: Ctrl-C reaches the parent alone, which then ends the child.
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})},
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p),
+                    **(env or {}),
+                },
             )
         if make is not None:
-            self._reply(("make", make, dict(arguments or {})), None)
+            try:
+                self._reply(("make", make, dict(arguments or {})), None)
+            except BaseException:
+                self.kill()
+                self.close()
+                raise
 
     def call(self, name: str, /, timeout: float | None = None, **arguments: Any) -> Any:
         """What ``name`` returns in the child. ``TimeoutError`` (child killed) after ``timeout`` seconds."""
@@ -110,8 +123,9 @@ class Child:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stop every thread of the child, spinning thread pools included."""
+        """Stop every thread of the child, spinning thread pools included; back when they have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -73,10 +73,11 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
     except OSError as error:
         raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
     signature, found = describe(out)
+    ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
     return Artifact(
         path=out,
         kind="openvino",
-        signature=signature,
+        signature=signature.with_dims(ranges),
         properties={"precision": declared["precision"]} | found,
         notes=notes,
         companions=(weights.name,),

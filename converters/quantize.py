@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
             path=Path(folder) / "prepared.onnx",
             out=Path(folder) / "quantized.onnx",
             signature=src.signature,
-            config=config,
+            config=config if config.data is None else replace(config, data=config.data.absolute()),
             excluded=_prepare(model, config),
             transformer=_is_transformer(model),
         )
@@ -213,7 +213,8 @@ def _run(form: Form, task: Task, model: onnx.ModelProto) -> dict[str, Any]:
     write_onnx(model, task.path)
     environment = {"TMPDIR": str(task.path.parent), "NNCF_CI": "1"}  # NNCF_CI: no telemetry
     try:
-        with Child(env=environment) as child:
+        # ONNX Runtime's shape inference leaves files where it stands.
+        with Child(env=environment, folder=task.path.parent) as child:
             found: dict[str, Any] = child.call(form.runs[task.config.mode], task=task)
     except ChildCrashed as error:
         raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error

@@ -29,6 +29,15 @@ def _one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["ACCEL_CACHE_DIR"] = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """No test, and no library it calls, leaves a file in the folder the suite runs in (caches of the tools aside)."""
+    before = set(Path.cwd().iterdir())
+    yield
+    left = {path for path in set(Path.cwd().iterdir()) - before if not path.name.startswith((".", "__pycache__"))}
+    assert not left, f"left behind: {sorted(left)}"
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache for tests that watch what it does."""

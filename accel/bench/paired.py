@@ -7,7 +7,6 @@ other process is stopped, in an order shuffled each round, and everything is com
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +60,7 @@ class Lane:
 
     def calibrate(self, block_seconds: float) -> None:
         self.pass_seconds = self.child.call("calibrate", limit_seconds=max(2.0, 5 * block_seconds))
-        self._pause()
+        self.child.pause()
 
     def time_block(self, block_seconds: float) -> None:
         """Add one block to its rounds, while nothing else runs."""
@@ -73,15 +72,10 @@ class Lane:
             warm_up_seconds=block_seconds / 2,
             timeout=max(_PATIENCE_SECONDS, _PATIENCE * passes * self.pass_seconds),
         )
-        self._pause()
+        self.child.pause()
         self.rounds.append(times)
         # Where something else was running while it was calibrated, its blocks would stay too short.
         self.pass_seconds = min(self.pass_seconds, float(times.sum()) / 1e9 / passes)
-
-    def _pause(self) -> None:
-        self.child.pause()
-        # The signal is only on its way: a spinning thread may go on for a while into the next one's block.
-        os.waitid(os.P_PID, self.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def fail(self, error: BaseException) -> None:
         """It leaves the run with this reason; its process goes now, and its memory with it."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
 @sizes_option
 @click.option("--threads", type=int, default=0, help="Threads to run with; by default all cores.")
-@click.option("--rounds", type=int, default=9, show_default=True, help="Rounds of the measurement.")
+@click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
 @source_options
 @click.option("--no-cache", is_flag=True, help="Run and measure everything again.")
 @output_options

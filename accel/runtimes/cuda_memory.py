@@ -144,7 +144,7 @@ class DeviceMemory:
 
     def _grown(self, kept: dict[str, tuple[int, int]], name: str, size: int, allocate: Any, free: Any) -> int:
         address, has = kept.get(name, (0, 0))
-        if size <= has:
+        if has and size <= has:
             return address
         if has:
             del kept[name]  # first: should the next line or the allocation fail, nothing is freed twice

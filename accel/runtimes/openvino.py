@@ -40,23 +40,28 @@ class OpenVinoSession(BaseSession):
         except ImportError as error:
             raise MissingExtra("openvino", "openvino") from error
         self._ov: Any = openvino
-        core = openvino.Core()
-        settings = _settings(options, core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
-        path = artifact.path
+        self._core: Any = openvino.Core()
+        self._settings = _settings(options, self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+        self._load()
+        model, signature = self._model, artifact.signature
+        self._inputs = self._placed(model.inputs, [spec.name for spec in signature.inputs])
+        self._outputs = self._placed(model.outputs, [spec.name for spec in signature.outputs])
+        self._types = {name: model.inputs[index].get_element_type() for name, index in self._inputs.items()}
+        self._dtypes = {spec.name: numpy_dtype(spec.dtype) for spec in signature.outputs}
+        self._by_bits = {s.name: _BY_BITS[s.dtype] for s in signature.inputs if s.dtype in _BY_BITS}
+
+    def _load(self) -> None:
+        path = self.artifact.path
         for file in (path, path.with_suffix(".bin")):
             if not file.is_file():
                 raise InvalidModel(f"{file} does not exist; an IR is two files, put both in one folder")
         try:
-            model = core.compile_model(str(path), "CPU", settings)
+            self._model: Any = self._core.compile_model(str(path), "CPU", self._settings)
         except RuntimeError as error:
             raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
-        self._request: Any = model.create_infer_request()
-        self._model: Any = model
-        self._inputs = self._placed(model.inputs, [spec.name for spec in artifact.signature.inputs])
-        self._outputs = self._placed(model.outputs, [spec.name for spec in artifact.signature.outputs])
-        self._types = {name: model.inputs[index].get_element_type() for name, index in self._inputs.items()}
-        self._dtypes = {spec.name: numpy_dtype(spec.dtype) for spec in artifact.signature.outputs}
-        self._by_bits = {s.name: _BY_BITS[s.dtype] for s in artifact.signature.inputs if s.dtype in _BY_BITS}
+        self._request: Any = self._model.create_infer_request()
+        # With one thread infer() swallows what goes wrong and leaves the outputs of the run before: wait() doesn't.
+        self._waits = int(self._model.get_property("INFERENCE_NUM_THREADS")) < 2
         self._held: list[Any] = []
 
     def _placed(self, ports: list[Any], names: list[str]) -> dict[str, int]:
@@ -68,16 +73,24 @@ class OpenVinoSession(BaseSession):
         return {name: index[name] for name in names}
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        request = self._request
-        if request is None:
+        if self._core is None:
             raise OpenVinoFailed(f"the session of {self.artifact.path} is closed; load it again")
+        if self._request is None:
+            self._load()
+        request = self._request
         # The request reads the arrays where they are: they have to live as long as it may look at them.
         held = [self._tensor(name, feeds[name]) for name in self._inputs]
         try:
             for index, (tensor, _) in zip(self._inputs.values(), held, strict=True):
                 request.set_input_tensor(index, tensor)
-            request.infer(None)
+            if self._waits:
+                request.start_async()
+                request.wait()
+            else:
+                request.infer(None)
         except RuntimeError as error:
+            # A model that failed once fails at every later run, whatever its inputs: the next one loads it again.
+            self._request = self._model = None
             sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
             raise OpenVinoFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}") from error
         self._held = held
@@ -105,7 +118,7 @@ class OpenVinoSession(BaseSession):
     def close(self) -> None:
         """Free the model and end its threads."""
         self._held = []
-        self._request = self._model = None
+        self._request = self._model = self._core = None
 
 
 def reason(error: BaseException) -> str:

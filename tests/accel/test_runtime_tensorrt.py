@@ -1,0 +1,464 @@
+"""The TensorRT session without a GPU: its logic over a CUDA and an engine that are made of plain memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.artifact import Artifact, Manifest
+from accel.errors import AccelError, BadFeeds, InvalidModel, MissingExtra, UnsupportedHere
+from accel.runtimes import tensorrt as runtime_module
+from accel.runtimes.base import RUNTIMES, SessionOptions
+from accel.runtimes.cuda_memory import GRAIN, CudaRuntime, DeviceMemory
+from accel.runtimes.tensorrt import (
+    EngineFailed,
+    TensorRTSession,
+    check_fit,
+    choose_profile,
+    off_profile,
+    ranged,
+    rebuild,
+)
+from accel.runtimes.tensorrt_toolkit import load_toolkit
+from accel.signature import DimRange, Signature, TensorSpec
+
+
+class FakeCuda:
+    """CUDA over ordinary memory: addresses are real, every allocation is counted, a double free is found."""
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self.limit = limit
+        self.live: dict[int, Any] = {}
+        self.host: dict[int, Any] = {}
+        self.streams: set[int] = set()
+        self.allocations = 0
+
+    def capability(self) -> str:
+        return "8.6"
+
+    def allocate(self, size: int) -> int:
+        if size > self.limit:
+            raise AccelError("the GPU has no room")
+        self.allocations += 1
+        block = ctypes.create_string_buffer(size)
+        self.live[ctypes.addressof(block)] = block
+        return ctypes.addressof(block)
+
+    def free(self, address: int) -> None:
+        del self.live[address]
+
+    def allocate_host(self, size: int) -> int:
+        block = ctypes.create_string_buffer(size)
+        self.host[ctypes.addressof(block)] = block
+        return ctypes.addressof(block)
+
+    def free_host(self, address: int) -> None:
+        del self.host[address]
+
+    def to_device(self, target: int, source: int, size: int, stream: int) -> None:
+        assert target in self.live
+        assert stream in self.streams
+        ctypes.memmove(target, source, size)
+
+    def to_host(self, target: int, source: int, size: int, stream: int) -> None:
+        assert source in self.live
+        assert stream in self.streams
+        ctypes.memmove(target, source, size)
+
+    def create_stream(self) -> int:
+        self.streams.add(7)
+        return 7
+
+    def destroy_stream(self, stream: int) -> None:
+        self.streams.remove(stream)
+
+    def wait(self, stream: int) -> None:
+        assert stream in self.streams
+
+
+def array_at(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
+    kind = np.dtype(dtype)
+    size = int(np.prod(shape)) * kind.itemsize
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), kind).reshape(shape)
+
+
+class FakeContext:
+    """Computes y = 2 * x and, with sizes that depend on the data, where = the places of the positive numbers."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.profile = 0
+        self.switched: list[int] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.allocators: dict[str, Any] = {}
+        self.fails = False
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        self.profile, self.shapes = index, {}
+        self.switched.append(index)
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        low, _, high = self.engine.profiles[self.profile]
+        self.shapes[name] = shape
+        return all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (2, -1) if name == "where" else self.shapes["x"]
+
+    def set_output_allocator(self, name: str, allocator: Any) -> bool:
+        self.allocators[name] = allocator
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        if self.fails:
+            self.engine.logger.log("error", "out of resources\nin some file")
+            return False
+        x = array_at(self.addresses["x"], self.shapes["x"], "float32")
+        array_at(self.addresses["y"], self.shapes["x"], "float32")[...] = x * 2
+        found = np.stack(np.nonzero(x > 0)).astype(np.int64)
+        address = self.allocators["where"].reallocate_output_async("where", 0, found.nbytes, 256, 7)
+        array_at(address, found.shape, "int64")[...] = found
+        self.allocators["where"].notify_shape("where", found.shape)
+        return True
+
+
+class FakeEngine:
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+        self.profiles = [((1, 2), (2, 4), (4, 8)), ((8, 2), (8, 4), (16, 8))]
+        self.num_optimization_profiles = 2
+        self.contexts: list[FakeContext] = []
+
+    def create_execution_context(self) -> FakeContext:
+        self.contexts.append(FakeContext(self))
+        return self.contexts[-1]
+
+    def get_tensor_location(self, name: str) -> str:
+        return "device"
+
+    def get_tensor_profile_shape(self, name: str, index: int) -> list[tuple[int, ...]]:
+        assert name == "x"
+        return list(self.profiles[index])
+
+
+class FakeToolkit:
+    """The parts of the tensorrt module that a session uses. An engine file starts with ENGINE."""
+
+    __version__ = "1.7.1"
+    TensorLocation = SimpleNamespace(HOST="host", DEVICE="device")
+
+    class ILogger:
+        INTERNAL_ERROR, ERROR, WARNING = "internal", "error", "warning"
+
+    class IOutputAllocator:
+        pass
+
+    class EngineInvalidityDiagnostics:
+        __members__ = {"VERSION_MISMATCH": 1, "MALFORMED_ENGINE": 32}  # noqa: RUF012
+
+    class Runtime:
+        engine_header_size = 6
+        engines: list[FakeEngine] = []  # noqa: RUF012
+
+        def __init__(self, logger: Any) -> None:
+            self.logger = logger
+
+        def get_engine_validity(self, header: bytes) -> tuple[str, int]:
+            return "invalid", {b"ENGINE": 0, b"OLDONE": 1}.get(header, 32)
+
+        def deserialize_cuda_engine(self, data: bytes) -> FakeEngine | None:
+            if data[6:] != b" whole":
+                self.logger.log("error", "it is not whole")
+                return None
+            self.engines.append(FakeEngine(self.logger))
+            return self.engines[-1]
+
+
+SIGNATURE = Signature(
+    (TensorSpec("x", "float32", ("batch", "width")),),
+    (TensorSpec("y", "float32", ("batch", "width")), TensorSpec("where", "int64", (2, "found"))),
+)
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"ENGINE whole")
+    properties = {
+        "toolkit": "tensorrt-rtx",
+        "toolkit_version": "1.7.1",
+        "compute_capabilities": ["8.6", "8.9"],
+        "precision": "fp16",
+        "profiles": [{"x": [[1, 2], [2, 4], [4, 8]]}],
+    }
+    made = Artifact(
+        path=path,
+        kind="engine",
+        signature=SIGNATURE,
+        properties=properties,
+        source={"kind": "onnx", "spec": "net.onnx"},
+    )
+    manifest = Manifest(
+        kind="engine", signature=SIGNATURE, files=made.hashes(), source=made.source, properties=properties
+    )
+    return replace(made, manifest=manifest)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(runtime_module, "CudaRuntime", lambda _extra: fake)
+    monkeypatch.setattr(runtime_module, "load_toolkit", lambda _toolkit: FakeToolkit())
+    return fake
+
+
+def feeds(batch: int, width: int, seed: int = 0) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(seed).standard_normal((batch, width)).astype(np.float32)}
+
+
+def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if inputs or outputs go to the wrong memory, keep a size of the run before, or share memory with the next
+    run; also for an output whose size is known only afterwards."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        kept = []
+        for seed, (batch, width) in enumerate([(2, 3), (4, 8), (1, 2)]):
+            given_feeds = feeds(batch, width, seed)
+            found = session.run(given_feeds)
+            kept.append((given_feeds["x"], found))
+        for x, found in kept:
+            np.testing.assert_array_equal(found["y"], x * 2)
+            np.testing.assert_array_equal(found["where"], np.stack(np.nonzero(x > 0)))
+    assert cuda.live == {}
+    assert cuda.host == {}
+    assert cuda.streams == set()
+
+
+def test_strided_inputs_are_copied_right(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if an array that is not contiguous is copied as it lies in memory."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        x = np.asfortranarray(feeds(3, 4)["x"])
+        np.testing.assert_array_equal(session.run({"x": x})["y"], x * 2)
+
+
+def test_no_memory_is_allocated_for_sizes_seen_before(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if a run allocates although the session has already run the largest shape."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        session.run({"x": np.ones((16, 8), np.float32)})
+        before = cuda.allocations
+        for batch in (1, 4, 9, 16):
+            session.run(feeds(batch, 8))
+        assert cuda.allocations == before
+
+
+def test_the_profile_follows_the_feeds(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if a shape runs under a profile that doesn't hold it, or if profiles are switched without need."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        context = FakeToolkit.Runtime.engines[-1].contexts[-1]
+        for batch in (2, 4, 8, 16, 1):
+            np.testing.assert_array_equal(session.run(feeds(batch, 4))["y"], feeds(batch, 4)["x"] * 2)
+        assert context.switched == [1, 0]
+
+
+@pytest.mark.parametrize(("batch", "width"), [(5, 4), (17, 4), (2, 9), (2, 1)])
+def test_sizes_off_every_profile_are_refused(
+    batch: int,
+    width: int,
+    artifact: Artifact,
+    cuda: FakeCuda,
+) -> None:
+    """Fails if a size that no profile holds reaches the engine, or if the message doesn't say what it was built for."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        with pytest.raises(BadFeeds, match=rf"x {batch}x{width} is off .*\(x 1x2 to 4x8 or x 8x2 to 16x8\); pad or"):
+            session.run(feeds(batch, width))
+        assert session.run(feeds(2, 4))["y"].shape == (2, 4)
+
+
+def test_the_signature_is_as_wide_as_the_profiles(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if example inputs and gates use the ranges of the source where the engine was built for others."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        assert session.signature.dims == {"batch": DimRange(1, 2, 16), "width": DimRange(2, 4, 8)}
+
+
+def test_a_failed_run_says_why_and_the_session_goes_on(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if a False of the engine is taken for outputs."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        context = FakeToolkit.Runtime.engines[-1].contexts[-1]
+        context.fails = True
+        with pytest.raises(EngineFailed, match="failed on the GPU: out of resources in some file"):
+            session.run(feeds(2, 4))
+        context.fails = False
+        assert session.run(feeds(2, 4))["y"].shape == (2, 4)
+
+
+def test_closed_is_closed(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if closing leaves memory or a stream, can't be done twice, or the session runs afterwards."""
+    session = TensorRTSession(artifact, SessionOptions())
+    session.run(feeds(2, 4))
+    session.close()
+    session.close()
+    assert (cuda.live, cuda.host, cuda.streams) == ({}, {}, set())
+    with pytest.raises(EngineFailed, match="closed; load it again"):
+        session.run(feeds(2, 4))
+
+
+def test_a_changed_byte_stops_before_the_engine_is_loaded(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if bytes that are not those of the manifest reach the deserialiser, which they can crash."""
+    artifact.path.write_bytes(b"ENGINE wholf")
+    loaded = len(FakeToolkit.Runtime.engines)
+    with pytest.raises(InvalidModel, match=r"sha256 differs\); build it again with: accel optimize net\.onnx"):
+        TensorRTSession(artifact, SessionOptions())
+    assert len(FakeToolkit.Runtime.engines) == loaded
+    assert cuda.streams == set()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        (b"OLDONE whole", UnsupportedHere, "another version of the toolkit"),
+        (b"TEXT", UnsupportedHere, "no engine file, or a corrupt one"),
+        (b"ENGINE half", InvalidModel, "it is not whole"),
+    ],
+    ids=["version", "text", "half"],
+)
+def test_engines_without_a_manifest(
+    content: bytes,
+    kind: type[AccelError],
+    message: str,
+    artifact: Artifact,
+    cuda: FakeCuda,
+) -> None:
+    """Fails if the toolkit's own look at the header isn't asked, or a None from it isn't an error."""
+    artifact.path.write_bytes(content)
+    with pytest.raises(kind, match=message):
+        TensorRTSession(replace(artifact, manifest=None), SessionOptions())
+
+
+def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
+    """Fails if an engine of another version or for another GPU is loaded, or if the command to rebuild it is wrong."""
+    check_fit(artifact, "1.7.1", "8.9")
+    with pytest.raises(
+        UnsupportedHere, match=r"built by tensorrt-rtx 1\.7\.1, here is 1\.8\.0; build it again with: accel"
+    ):
+        check_fit(artifact, "1.8.0", "8.6")
+    with pytest.raises(UnsupportedHere, match=r"for compute capability 8\.6, 8\.9, this GPU has 12\.0") as caught:
+        check_fit(artifact, "1.7.1", "12.0")
+    assert str(caught.value).endswith(
+        "accel optimize net.onnx --target tensorrt-rtx --precision fp16 --profile x=1x2,2x4,4x8 "
+        f"--compute-capability 12.0 -o {artifact.path.parent}"
+    )
+    # An engine that was built without naming a GPU is for the toolkit to judge.
+    check_fit(replace(artifact, properties={**artifact.properties, "compute_capabilities": []}), "1.7.1", "12.0")
+
+
+def test_rebuilding_keeps_the_capabilities(artifact: Artifact) -> None:
+    """Fails if the command makes an engine for other GPUs than the one it replaces."""
+    assert "--compute-capability 8.6 --compute-capability 8.9" in rebuild(artifact)
+
+
+PROFILES = [
+    {"a": ((1, 4), (2, 4), (4, 4)), "b": ((1,), (2,), (4,))},
+    {"a": ((4, 4), (8, 4), (16, 4)), "b": ((4,), (8,), (16,))},
+]
+
+
+@given(st.integers(0, 20), st.integers(3, 5), st.integers(0, 20))
+def test_a_chosen_profile_holds_every_input(rows: int, columns: int, length: int) -> None:
+    """Fails if a profile is chosen that one input doesn't fit, or none where one fits."""
+    shapes = {"a": (rows, columns), "b": (length,)}
+    fits = [columns == 4 and low <= rows <= high and low <= length <= high for low, high in ((1, 4), (4, 16))]
+    assert choose_profile(PROFILES, shapes) == (fits.index(True) if any(fits) else None)
+
+
+def test_engines_without_profiles_take_what_the_signature_takes() -> None:
+    """Fails if an engine of fixed shapes is refused for having no profile."""
+    assert choose_profile([], {"x": (4, 4)}) == 0
+    assert ranged(SIGNATURE, []) == SIGNATURE
+    assert "a 9x4, b 1" in off_profile(PROFILES, {"a": (9, 4), "b": (1,)})
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5000)), max_size=30))
+def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -> None:
+    """Fails if a buffer is too small, shrinks, moves without need, is freed twice or is never freed."""
+    cuda = FakeCuda()
+    memory = DeviceMemory(cuda)
+    largest: dict[str, int] = {}
+    known: dict[str, int] = {}
+    for name, size in requests:
+        address = memory.device(name, size)
+        assert len(cuda.live[address]) >= max(size, 1)
+        if name in known and size <= largest[name]:
+            assert address == known[name]
+        known[name] = address
+        largest[name] = max(size, largest.get(name, 0))
+        host = memory.host(name, size)
+        assert host.nbytes == size
+        host[...] = 255  # all of it is ours
+    assert len(cuda.live) == len(cuda.host) == len(largest)
+    assert memory.size <= sum(size + GRAIN for size in largest.values())
+    memory.close()
+    memory.close()
+    assert cuda.live == {}
+    assert cuda.host == {}
+
+
+def test_a_failed_growth_loses_no_memory() -> None:
+    """Fails if the buffer that was to grow is freed again at the end, or counts as still there."""
+    cuda = FakeCuda(limit=4096)
+    memory = DeviceMemory(cuda)
+    memory.device("x", 1000)
+    with pytest.raises(AccelError, match="no room"):
+        memory.device("x", 10_000)
+    assert memory.size == 0
+    assert memory.device("x", 100) in cuda.live
+    memory.close()
+    assert cuda.live == {}
+
+
+def test_without_a_gpu_cuda_says_so() -> None:
+    """Fails if the CUDA layer calls functions or reads enums that cuda-bindings doesn't have, or hides the reason."""
+    pytest.importorskip("cuda.bindings.runtime")
+    from accel.runtimes.base import has_nvidia_gpu
+
+    if has_nvidia_gpu():
+        assert CudaRuntime().capability().count(".") == 1
+    else:
+        with pytest.raises(UnsupportedHere, match=r"no NVIDIA GPU can be used here \(.+\); run it where nvidia-smi"):
+            CudaRuntime()
+
+
+def test_missing_toolkit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a toolkit that isn't installed ends in an ImportError."""
+    monkeypatch.setitem(RUNTIMES, "tensorrt", replace(RUNTIMES["tensorrt"], module="not_installed_anywhere"))
+    with pytest.raises(MissingExtra, match=r'pip install "accel-toolchain\[tensorrt\]"'):
+        load_toolkit("tensorrt")
+
+
+def test_the_real_toolkit_has_what_the_session_calls() -> None:
+    """Fails if a name the session uses is missing in the installed toolkit: no run here would find it."""
+    trt = pytest.importorskip("tensorrt_rtx_bindings")
+    assert {"set_input_shape", "set_tensor_address", "get_tensor_shape", "execute_async_v3", "set_output_allocator"} | {
+        "set_optimization_profile_async"
+    } <= set(dir(trt.IExecutionContext))
+    assert {"get_tensor_location", "get_tensor_profile_shape", "num_optimization_profiles"} | {
+        "create_execution_context"
+    } <= set(dir(trt.ICudaEngine))
+    assert {"deserialize_cuda_engine", "get_engine_validity"} <= set(dir(trt.Runtime))
+    allocator = runtime_module.make_output_allocator(trt, lambda _name, size: 4096 + size)
+    assert allocator.reallocate_output_async("y", 0, 16, 256, 0) == 4112
+    allocator.notify_shape("y", trt.Dims([2, 3]))
+    assert allocator.shapes == {"y": (2, 3)}

@@ -1,0 +1,82 @@
+"""Real engines on a real GPU, compared with ONNX Runtime: pytest -m gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from accel.artifact import Artifact
+from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+from accel.errors import BadFeeds
+from accel.runtimes.base import RUNTIMES, open_session
+from accel.signature import DimRange
+from accel.sources.onnx_file import open_onnx
+from accel.stage import run_stage
+
+pytestmark = pytest.mark.gpu
+
+Build = Callable[..., Artifact]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """``build(onnx_path, dims)``: an engine for the GPU that is here."""
+
+    def made(path: Path, **dims: DimRange) -> Artifact:
+        toolkit = "tensorrt-rtx" if RUNTIMES["tensorrt-rtx"].installed else "tensorrt"
+        src = open_onnx(path, dims=dims)
+        return run_stage(
+            "engine_from_onnx", src, EngineFromOnnxConfig(toolkit=toolkit), out=tmp_path / f"{path.stem}.engine"
+        )
+
+    return made
+
+
+def test_engine_agrees_with_onnxruntime(build: Build, tmp_path: Path) -> None:
+    """Fails if the engine's outputs differ from ONNX Runtime's at any size inside the profile."""
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Conv", ["image", "w"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("ReduceMean", ["r", "axes"], ["m"], keepdims=0),
+        helper.make_node("MatMul", ["m", "head"], ["logits"]),
+    ]
+    constants = {
+        "w": rng.standard_normal((8, 3, 3, 3)).astype(np.float32),
+        "axes": np.array([2, 3]),
+        "head": rng.standard_normal((8, 5)).astype(np.float32),
+    }
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 3, "height", "width"])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 5])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    path = tmp_path / "net.onnx"
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    path.write_bytes(model.SerializeToString())
+    made = build(path, batch=DimRange(1, 2, 4))
+    with open_session(made) as session, open_session(open_onnx(path), "onnxruntime") as reference:
+        for batch, height in ((1, 2), (4, 64), (2, 16)):
+            given_feeds = session.example_inputs(batch=batch, height=height)
+            found, wanted = session.run(given_feeds)["logits"], reference.run(given_feeds)["logits"]
+            assert found.shape == wanted.shape
+            np.testing.assert_allclose(found, wanted, rtol=5e-3, atol=5e-3)  # TF32
+        with pytest.raises(BadFeeds, match="off the engine's optimization profiles"):
+            session.run(reference.example_inputs(batch=9))
+
+
+def test_minilm_engine_agrees_with_onnxruntime(build: Build, minilm: Artifact) -> None:
+    """Fails if a real model with two dynamic dims and integer inputs comes out wrong."""
+    made = build(minilm.path)
+    with open_session(made) as session, open_session(minilm, "onnxruntime") as reference:
+        for sizes in made.signature.cases():
+            given_feeds = session.example_inputs(**sizes)
+            found, wanted = session.run(given_feeds), reference.run(given_feeds)
+            for name, value in wanted.items():
+                assert np.linalg.norm(found[name] - value) / np.linalg.norm(value) < 5e-3

@@ -1,0 +1,323 @@
+"""int8 in the form each target wants: where the QDQ lies, what is left alone, and how far off the result is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import accel.converters.quantize as module
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.converters.cast import CastConfig, cast
+from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
+from accel.errors import BadData, ChildCrashed, UnknownName, UnsupportedHere
+from accel.runtimes.base import open_session
+from accel.sources.onnx_file import open_onnx, read_proto
+from accel.stage import run_stage
+
+FLOAT = TensorProto.FLOAT
+CHANNELS = 32
+
+
+def save(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    shape: list[Any],
+    out_shape: list[Any],
+    constants: dict[str, Any],
+    opset: int = 17,
+) -> Artifact:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, shape)],
+        [helper.make_tensor_value_info("y", FLOAT, out_shape)],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, str(path))
+    return open_onnx(path, probe=False)
+
+
+def conv_net(path: Path, opset: int = 17) -> Artifact:
+    """Two convolutions (one depthwise, its channels of very different size), a residual, pooling, a Gemm."""
+    rng = np.random.default_rng(0)
+    depthwise = rng.standard_normal((16, 1, 3, 3)) * np.logspace(-2, 1, 16)[:, None, None, None]
+    constants = {
+        "w1": (rng.standard_normal((16, 3, 3, 3)) / 5).astype(np.float32),
+        "b1": rng.standard_normal(16).astype(np.float32),
+        "w2": depthwise.astype(np.float32),
+        "w3": (rng.standard_normal((10, 16)) / 4).astype(np.float32),
+        "b3": np.zeros(10, np.float32),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], name="first", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c1"], ["r1"]),
+        helper.make_node("Conv", ["r1", "w2"], ["c2"], name="depthwise", pads=[1, 1, 1, 1], group=16),
+        helper.make_node("Add", ["c2", "r1"], ["s"]),
+        helper.make_node("GlobalAveragePool", ["s"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("Gemm", ["f", "w3", "b3"], ["y"], name="head", transB=1),
+    ]
+    return save(path, nodes, ["batch", 3, 16, 16], ["batch", 10], constants, opset)
+
+
+def attention_net(path: Path) -> Artifact:
+    """One attention layer with a residual; a few channels of its input are thirty times larger than the others."""
+    rng = np.random.default_rng(0)
+    scale = np.ones(CHANNELS, np.float32)
+    scale[:2] = 30
+    constants: dict[str, Any] = {
+        "scale": scale,
+        "low": np.float32(-1e9),
+        "positive": np.float32(0),
+        "swap": np.float32(1),
+    }
+    for name in ("q", "k", "v", "o"):
+        constants[f"w{name}"] = (rng.standard_normal((CHANNELS, CHANNELS)) / 6).astype(np.float32)
+    nodes = [helper.make_node("LayerNormalization", ["x", "scale"], ["n"], name="norm")]
+    nodes += [helper.make_node("MatMul", ["n", f"w{name}"], [name], name=f"linear_{name}") for name in "qkv"]
+    nodes += [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["q", "kt"], ["scores"], name="scores"),
+        helper.make_node("Mul", ["scores", "swap"], ["scaled"]),
+        helper.make_node("Softmax", ["scaled"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "v"], ["mixed"], name="mixed"),
+        helper.make_node("MatMul", ["mixed", "wo"], ["h"], name="linear_o"),
+        helper.make_node("Add", ["h", "n"], ["y"], name="residual"),
+    ]
+    del constants["low"], constants["positive"]
+    return save(path, nodes, ["batch", "sequence", CHANNELS], ["batch", "sequence", CHANNELS], constants, 20)
+
+
+def calibration(src: Artifact, path: Path, count: int = 16) -> Path:
+    sizes = {"sequence": 12} if "sequence" in src.signature.dims else {}
+    np.savez(path, **src.signature.example_inputs(seed=9, batch=count, **sizes))  # type: ignore[arg-type]
+    return path
+
+
+def error(src: Artifact, made: Artifact) -> float:
+    """Relative l2 on inputs that calibration has not seen."""
+    feeds = src.signature.example_inputs(seed=5, batch=4)
+    with open_session(src, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:
+        wanted, found = reference.run(feeds)["y"], candidate.run(feeds)["y"]
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def quantized_inputs(made: Artifact) -> set[str]:
+    """The nodes whose first input comes out of a DequantizeLinear."""
+    graph = read_proto(made.path).graph
+    dequantized = {n.output[0] for n in graph.node if n.op_type == "DequantizeLinear"}
+    return {n.name for n in graph.node if n.input and n.input[0] in dequantized and n.op_type != "QuantizeLinear"}
+
+
+def constants(made: Artifact) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in read_proto(made.path, weights=True).graph.initializer}
+
+
+def zero_points(made: Artifact) -> list[np.ndarray]:
+    values = constants(made)
+    nodes = [n for n in read_proto(made.path).graph.node if n.op_type == "DequantizeLinear"]
+    return [values[n.input[2]] for n in nodes]
+
+
+def test_ort_cpu_form(tmp_path: Path) -> None:
+    """Fails if activations are not uint8, weights not int8 with a scale a channel, if the residual breaks the chain of
+    int8, or the opset, IR, names or the dynamic batch move."""
+    src = conv_net(tmp_path / "m.onnx")
+    config = QuantizeConfig(form="ort-cpu", data=calibration(src, tmp_path / "d.npz"))
+    made = run_stage("quantize", src, config, cache=StageCache(tmp_path / "cache"))
+    assert (made.properties["opset"], made.properties["ir"], made.properties["precision"]) == (17, 8, "int8")
+    assert made.signature == src.signature
+    assert made.manifest is not None
+    assert "warning" not in made.manifest.stages[-1]["notes"]
+    assert {z.dtype.name for z in zero_points(made)} >= {"uint8", "int8"}
+    values = constants(made)
+    assert values["w2_quantized"].dtype == np.int8
+    assert values["w2_scale"].shape == (16,)
+    assert "Relu" not in Counter(n.op_type for n in read_proto(made.path).graph.node)  # inside the uint8 range
+    assert error(src, made) < 0.03
+
+
+def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
+    """Fails if per_channel is not passed on: the small channels of the depthwise convolution would be zero."""
+    src = conv_net(tmp_path / "m.onnx")
+    data = calibration(src, tmp_path / "d.npz")
+    fine = quantize(src, QuantizeConfig(data=data), tmp_path / "a.onnx")
+    coarse = quantize(src, QuantizeConfig(data=data, per_channel=False), tmp_path / "b.onnx")
+    assert constants(coarse)["w2_scale"].shape in ((), (1,))
+    small = constants(coarse)["w2_quantized"][:4]
+    assert np.abs(small).max() <= 1
+    assert np.abs(constants(fine)["w2_quantized"][:4]).max() >= 100
+
+
+def test_dynamic_form(tmp_path: Path) -> None:
+    """Fails if attention's products or a residual are quantized, or data is asked for."""
+    src = attention_net(tmp_path / "m.onnx")
+    made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
+    ops = Counter(n.op_type for n in read_proto(made.path).graph.node)
+    assert (ops["MatMulInteger"], ops["MatMul"]) == (4, 2)
+    assert "warning" not in made.notes
+    assert error(src, made) < 0.05
+    with pytest.raises(QuantizeFailed, match="nothing in"):
+        quantize(conv_net(tmp_path / "c.onnx"), QuantizeConfig(mode="dynamic", keep=("Gemm",)), tmp_path / "p.onnx")
+
+
+@pytest.mark.parametrize("form", ["ort-cpu", "tensorrt"])
+def test_attention_stays_whole(tmp_path: Path, form: str) -> None:
+    """Fails if a product of two activations is quantized, or the residual reads the quantized tensor."""
+    src = attention_net(tmp_path / "m.onnx")
+    made = quantize(src, QuantizeConfig(form=form, data=calibration(src, tmp_path / "d.npz")), tmp_path / "o.onnx")
+    assert quantized_inputs(made) == {"linear_q", "linear_k", "linear_v", "linear_o"}
+    residual = next(n for n in read_proto(made.path).graph.node if n.name == "residual")
+    assert list(residual.input) == ["h", "n"]
+    assert made.notes["smoothed"] == 2
+
+
+def test_outliers_are_smoothed(tmp_path: Path) -> None:
+    """Fails if smoothing is left out, changes the float32 meaning, or scales the wrong axis."""
+    src = attention_net(tmp_path / "m.onnx")
+    data = calibration(src, tmp_path / "d.npz")
+    smooth = quantize(src, QuantizeConfig(form="tensorrt", data=data), tmp_path / "a.onnx")
+    plain = quantize(src, QuantizeConfig(form="tensorrt", data=data, smooth=0.0), tmp_path / "b.onnx")
+    assert error(src, smooth) < 0.5 * error(src, plain)
+    assert error(src, smooth) < 0.05
+
+
+def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
+    """Fails if a zero point, an int32 bias or a scale of another dtype is left that TensorRT-RTX refuses, or its int8
+    kernels are not used: quantize first, then cast."""
+    pytest.importorskip("tensorrt_rtx_bindings")
+    from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
+
+    for make in (conv_net, attention_net):
+        src = make(tmp_path / f"{make.__name__}.onnx", **({"opset": 20} if make is conv_net else {}))
+        data = calibration(src, tmp_path / "d.npz")
+        made = quantize(src, QuantizeConfig(form="tensorrt", data=data), tmp_path / "q.onnx")
+        assert {z.dtype.name for z in zero_points(made)} == {"int8"}
+        assert not any(np.any(z) for z in zero_points(made))
+        assert TensorProto.INT32 not in {t.data_type for t in read_proto(made.path).graph.initializer}
+        half = cast(made, CastConfig(data=data), tmp_path / "h.onnx")
+        assert half.properties["precision"] == "int8"
+        scales = {n.input[1] for n in read_proto(half.path).graph.node if n.op_type == "DequantizeLinear"}
+        assert {constants(half)[name].dtype.name for name in scales} == {"float16"}
+        for model in (made, half):
+            engine = engine_from_onnx(model, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "e.engine")
+            inputs = [dtype for kernel in engine.notes["kernels"] for dtype in kernel["inputs"]]
+            assert "int8" in inputs
+
+
+def test_openvino_form(tmp_path: Path) -> None:
+    """Fails if NNCF's graph drifts from the contract, or prints, warns or phones home in this process."""
+    pytest.importorskip("nncf")
+    for make, limit in ((conv_net, 0.05), (attention_net, 0.15)):
+        src = make(tmp_path / f"{make.__name__}.onnx")
+        config = QuantizeConfig(form="openvino", data=calibration(src, tmp_path / "d.npz"))
+        made = run_stage("quantize", src, config, cache=StageCache(tmp_path / "cache"))
+        assert made.properties["opset"] == src.properties["opset"]
+        assert made.signature == src.signature
+        assert error(src, made) < limit
+
+
+@pytest.mark.parametrize("form", ["ort-cpu", "openvino", "tensorrt"])
+def test_kept_nodes_stay_float32(tmp_path: Path, form: str) -> None:
+    """Fails if a pattern is ignored by one of the libraries."""
+    if form == "openvino":
+        pytest.importorskip("nncf")
+    src = conv_net(tmp_path / "m.onnx")
+    config = QuantizeConfig(form=form, data=calibration(src, tmp_path / "d.npz"), keep=("head",))
+    made = quantize(src, config, tmp_path / "o.onnx")
+    head = next(n for n in read_proto(made.path).graph.node if n.name == "head")
+    assert constants(made)[head.input[1]].dtype == np.float32
+    assert made.notes["quantized_weights"] == 2
+
+
+@pytest.mark.parametrize("method", ["entropy", "percentile"])
+def test_calibration_methods(tmp_path: Path, method: str) -> None:
+    """Fails if a method is unknown to the library, or one outlier in the data sets the whole range."""
+    src = conv_net(tmp_path / "m.onnx")
+    feeds = src.signature.example_inputs(seed=9, batch=16)
+    feeds["x"][0, 0, 0, 0] = 1000
+    np.savez(tmp_path / "d.npz", **feeds)  # type: ignore[arg-type]
+    config = QuantizeConfig(data=tmp_path / "d.npz", calibration=method, percentile=99.9)
+    made = quantize(src, config, tmp_path / "o.onnx")
+    plain = quantize(src, QuantizeConfig(data=tmp_path / "d.npz"), tmp_path / "p.onnx")
+    assert constants(made)["x_scale"] < 0.2 * constants(plain)["x_scale"]
+    assert error(src, made) < error(src, plain)
+
+
+def test_without_data_it_says_so(tmp_path: Path) -> None:
+    """Fails if random calibration passes for the real thing."""
+    made = quantize(attention_net(tmp_path / "m.onnx"), QuantizeConfig(), tmp_path / "o.onnx")
+    assert "random inputs" in made.notes["warning"]
+
+
+def test_data_that_does_not_fit_stops_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if NaN reaches the calibrator, or a child is started first."""
+    src = conv_net(tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.full((4, 3, 16, 16), np.nan, np.float32))
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("started"))
+    with pytest.raises(BadData, match="NaN"):
+        quantize(src, QuantizeConfig(data=tmp_path / "d.npz"), tmp_path / "o.onnx")
+
+
+def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
+    """Fails if a wrong word or a wrong source gives a traceback from inside a library."""
+    src = conv_net(tmp_path / "m.onnx")
+    out = tmp_path / "o.onnx"
+    for config, message in (
+        (QuantizeConfig(form="gpu"), "ort-cpu or openvino or tensorrt"),
+        (QuantizeConfig(form="tensorrt", mode="dynamic"), "mode"),
+        (QuantizeConfig(calibration="best"), "minmax or entropy or percentile"),
+        (QuantizeConfig(keep=("Nothing*",)), "no node is called"),
+    ):
+        with pytest.raises(UnknownName, match=message):
+            quantize(src, config, out)
+    half = cast(src, CastConfig(), tmp_path / "h.onnx")
+    with pytest.raises(UnsupportedHere, match="is fp16; quantize the float32 model, then cast"):
+        quantize(half, QuantizeConfig(form="tensorrt"), out)
+    made = quantize(src, QuantizeConfig(), tmp_path / "q.onnx")
+    with pytest.raises(UnsupportedHere, match="quantized already"):
+        quantize(made, QuantizeConfig(), out)
+    old = conv_net(tmp_path / "old.onnx", opset=12)
+    with pytest.raises(UnsupportedHere, match=r"opset >= 13.*--opset 20"):
+        quantize(old, QuantizeConfig(), out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), ChildCrashed("SIGSEGV")])
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException) -> None:
+    """Fails if the libraries' temporary files outlive a run, an interrupt or a crash; ONNX Runtime leaves its
+    augmented_model.onnx where it was started, and inferred models beside the input."""
+    src = conv_net(tmp_path / "m.onnx")
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def stopped(self: object, name: str, **_: object) -> None:
+        seen.extend(p.name for p in tmp_path.iterdir() if p.is_dir())
+        raise end
+
+    quantize(src, QuantizeConfig(calibration="entropy"), tmp_path / "o.onnx")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "o.onnx"]
+    monkeypatch.setattr(module.Child, "call", stopped)
+    with pytest.raises(KeyboardInterrupt if isinstance(end, KeyboardInterrupt) else QuantizeFailed):
+        quantize(src, QuantizeConfig(), tmp_path / "p.onnx")
+    assert seen
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "o.onnx"]
+
+
+def test_real_model(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
+    """Fails if real weights come out much further off than measured when the forms were chosen (0.06 to 0.08)."""
+    made = quantize(minilm, QuantizeConfig(form="ort-cpu", data=minilm_data, samples=16), tmp_path / "o.onnx")
+    feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
+    with open_session(minilm, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:
+        wanted, found = reference.run(feeds)["embedding"], candidate.run(feeds)["embedding"]
+    assert np.linalg.norm(found - wanted) < 0.12 * np.linalg.norm(wanted)
+    assert made.path.stat().st_size < 0.7 * minilm.path.stat().st_size
