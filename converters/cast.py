@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,9 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
             stuck[reasons[0]] = stuck.get(reasons[0], 0) + size
     if sum(stuck.values()) > sum(sizes.values()) / 2:
         reason = max(stuck, key=lambda r: stuck[r])
-        raise UnsupportedHere(f"most weights of {src.path} can't become {precision}: {reason}; export with --opset 22")
+        newer = re.search(r"from opset (\d+)", reason)
+        advice = f"export with --opset {newer[1]}" if newer else "keep it in float32"
+        raise UnsupportedHere(f"most weights of {src.path} can't become {precision}: {reason}; {advice}")
     if not any(source.castable(index) for index in range(len(source.nodes))):
         raise UnsupportedHere(f"{src.path} holds no float32 tensor that could become {precision}; it needs no cast")
 

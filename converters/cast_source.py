@@ -133,7 +133,8 @@ class Source:
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")
-            variables = {formal.type_str for formal in list(schema.inputs)[: len(floats_in)]}
+            formals = list(schema.inputs)
+            variables = {formals[min(i, len(formals) - 1)].type_str for i in floats_in}
             if any(c.type_param_str in variables and wanted in c.allowed_type_strs for c in schema.type_constraints):
                 return f"{op_type} takes {name} from opset {opset}, the model has {self.opsets['']}"
         return f"{op_type} takes no {name}"

@@ -111,9 +111,10 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
         notes |= _calibration_notes(src, config)
     report(f"quantize for {config.form}")
     with tempfile.TemporaryDirectory(prefix="quantize-", dir=out.parent) as folder:
+        inside = Path(folder).absolute()  # the child stands elsewhere
         task = Task(
-            path=Path(folder) / "prepared.onnx",
-            out=Path(folder) / "quantized.onnx",
+            path=inside / "prepared.onnx",
+            out=inside / "quantized.onnx",
             signature=src.signature,
             config=config if config.data is None else replace(config, data=config.data.absolute()),
             excluded=_prepare(model, config),

@@ -214,11 +214,11 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
     progress = BuildProgress()
     sent = [-1.0]
 
-    def tell(phase: str) -> None:
+    def tell() -> None:
         fraction = progress.fraction
         if fraction - sent[0] >= 0.01:
             sent[0] = fraction
-            context.run(report, f"{toolkit}: {phase}", fraction)
+            context.run(report, f"{toolkit}: building the engine", fraction)
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -227,7 +227,7 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             with lock:
                 progress.start(phase_name, parent_phase, num_steps)
-                tell(phase_name)
+                tell()
 
         def phase_finish(self, phase_name: str) -> None:
             with lock:
@@ -236,7 +236,7 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
         def step_complete(self, phase_name: str, step: int) -> bool:
             with lock:
                 progress.step(phase_name, step)
-                tell(phase_name)
+                tell()
             return True  # cancelling is killing this process
 
     config.progress_monitor = Monitor()

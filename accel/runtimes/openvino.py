@@ -89,7 +89,7 @@ class OpenVinoSession(BaseSession):
             else:
                 request.infer(None)
         except RuntimeError as error:
-            # A model that failed once fails at every later run, whatever its inputs: the next one loads it again.
+            # In bfloat16 a model that failed once fails at every later run, whatever its inputs: load it again then.
             self._request = self._model = None
             sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
             raise OpenVinoFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}") from error
@@ -101,7 +101,7 @@ class OpenVinoSession(BaseSession):
         if value.dtype.kind in "OUS":
             return self._ov.Tensor(value.astype(np.str_)), value
         if not value.flags.c_contiguous:
-            value = value.copy(order="C")  # ascontiguousarray would give a scalar a dim
+            value = np.ascontiguousarray(value)
         if name in self._by_bits:
             return self._ov.Tensor(value.view(self._by_bits[name]), list(value.shape), self._types[name]), value
         return self._ov.Tensor(value, shared_memory=True), value

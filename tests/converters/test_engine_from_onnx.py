@@ -215,10 +215,18 @@ def test_a_crash_of_the_builder_is_a_failed_build(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if a builder that dies takes the caller along, or leaves a half-written file."""
-    monkeypatch.setattr(stage_module, "run_in_child", lambda _target, **_arguments: run_in_child("os:abort"))
+
+    def dies_while_writing(_target: str, *, out: Path, **_arguments: object) -> object:
+        out.write_bytes(b"half an engine")
+        return run_in_child("os:abort")
+
+    monkeypatch.setattr(stage_module, "run_in_child", dies_while_writing)
+    out = tmp_path / "m.engine"
+    out.write_bytes(b"an earlier result")
     with pytest.raises(EngineNotBuilt, match=r"died .*SIGABRT.*; simplify"):
-        engine_from_onnx(source, EngineFromOnnxConfig(), tmp_path / "m.engine")
-    assert list(tmp_path.iterdir()) == []
+        engine_from_onnx(source, EngineFromOnnxConfig(), out)
+    assert list(tmp_path.iterdir()) == [out]
+    assert out.read_bytes() == b"an earlier result"
 
 
 def test_ctrl_c_ends_the_build(tmp_path: Path) -> None:
@@ -282,6 +290,14 @@ def test_files_that_are_no_model(
     with pytest.raises(InvalidModel, match="export it again"):
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> None:
+    """Fails if the checker isn't asked: TensorRT builds this one and gives another shape than the file declares."""
+    node = helper.make_node("Relu", ["x"], ["y"], name="relu")
+    path = save(tmp_path / "model.onnx", [node], [value("x", [4, 8])], [value("y", [4, 9])])
+    with pytest.raises(InvalidModel, match=r"fails the ONNX checker .*; export it again"):
+        engine_from_onnx(replace(source, path=path), EngineFromOnnxConfig(), tmp_path / "m.engine")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -418,7 +434,7 @@ def test_weights_outside_the_folder_are_refused(source: Artifact, tmp_path: Path
     tensor.external_data.add(key="location", value="../../etc/passwd")
     path = tmp_path / "escape.onnx"
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(InvalidModel, match="outside"):
+    with pytest.raises(InvalidModel, match="outside the model's folder"):
         engine_from_onnx(replace(source, path=path), EngineFromOnnxConfig(), tmp_path / "m.engine")
 
 

@@ -169,18 +169,26 @@ def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
     assert made.properties["precision"] == precision
 
 
-def test_quantized_is_seen(tmp_path: Path) -> None:
-    """Fails if the precision of a QDQ model is taken for that of its scales."""
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
-        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
-        helper.make_node("DequantizeLinear", ["w", "scale", "zero"], ["wd"]),
-        helper.make_node("MatMul", ["d", "wd"], ["y"]),
-    ]
+@pytest.mark.parametrize("what", ["weights", "activations"])
+def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
+    """Fails if the precision of a QDQ model is taken for that of its scales or of what is left in float."""
+    qdq = ["scale", "zero"]
+    if what == "weights":
+        nodes = [
+            helper.make_node("DequantizeLinear", ["w", *qdq], ["wd"]),
+            helper.make_node("MatMul", ["x", "wd"], ["y"]),
+        ]
+    else:
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", *qdq], ["q"]),
+            helper.make_node("DequantizeLinear", ["q", *qdq], ["d"]),
+            helper.make_node("MatMul", ["d", "float"], ["y"]),
+        ]
     constants = {
         "scale": np.array(0.1, np.float32),
         "zero": np.array(0, np.int8),
         "w": np.arange(64, dtype=np.int8).reshape(8, 8),
+        "float": np.ones((8, 8), np.float32),
     }
     path = save(tmp_path / "int8.onnx", nodes, [value("x", ["batch", 8])], [value("y", ["batch", 8])], constants)
     made = openvino_from_onnx(open_onnx(path, probe=False), OpenVinoFromOnnxConfig(), tmp_path / "int8.xml")

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 import accel.converters.quantize as module
 from accel.artifact import Artifact
 from accel.cache import StageCache
+from accel.child import Child
 from accel.converters.cast import CastConfig, cast
 from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
 from accel.errors import BadData, ChildCrashed, UnknownName, UnsupportedHere
@@ -170,15 +171,16 @@ def test_dynamic_form(tmp_path: Path) -> None:
         quantize(conv_net(tmp_path / "c.onnx"), QuantizeConfig(mode="dynamic", keep=("Gemm",)), tmp_path / "p.onnx")
 
 
-@pytest.mark.parametrize("form", ["ort-cpu", "tensorrt"])
-def test_attention_stays_whole(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("form", "smooth"), [("ort-cpu", 0.85), ("tensorrt", 0.85), ("tensorrt", 0.0)])
+def test_attention_stays_whole(tmp_path: Path, form: str, smooth: float) -> None:
     """Fails if a product of two activations is quantized, or the residual reads the quantized tensor."""
     src = attention_net(tmp_path / "m.onnx")
-    made = quantize(src, QuantizeConfig(form=form, data=calibration(src, tmp_path / "d.npz")), tmp_path / "o.onnx")
+    data = calibration(src, tmp_path / "d.npz")
+    made = quantize(src, QuantizeConfig(form=form, data=data, smooth=smooth), tmp_path / "o.onnx")
     assert quantized_inputs(made) == {"linear_q", "linear_k", "linear_v", "linear_o"}
     residual = next(n for n in read_proto(made.path).graph.node if n.name == "residual")
     assert list(residual.input) == ["h", "n"]
-    assert made.notes["smoothed"] == 2
+    assert made.notes.get("smoothed", 0) == (2 if smooth else 0)
 
 
 def test_outliers_are_smoothed(tmp_path: Path) -> None:
@@ -212,6 +214,14 @@ def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
             engine = engine_from_onnx(model, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "e.engine")
             inputs = [dtype for kernel in engine.notes["kernels"] for dtype in kernel["inputs"]]
             assert "int8" in inputs
+
+
+def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
+    """Fails if a cast is made around float32 scales: the engine would compute everything in float32."""
+    src = conv_net(tmp_path / "m.onnx", opset=17)
+    made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
+    with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*--opset 19"):
+        cast(made, CastConfig(), tmp_path / "h.onnx")
 
 
 def test_openvino_form(tmp_path: Path) -> None:
@@ -292,25 +302,26 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt(), ChildCrashed("SIGSEGV")])
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException) -> None:
-    """Fails if the libraries' temporary files outlive a run, an interrupt or a crash; ONNX Runtime leaves its
-    augmented_model.onnx where it was started, and inferred models beside the input."""
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the libraries' temporary files outlive a run, an interrupt or a crash: they leave some where they were
+    started, some beside their input, and in the system's temporary folder when they are killed."""
     src = conv_net(tmp_path / "m.onnx")
     monkeypatch.chdir(tmp_path)
+    quantize(src, QuantizeConfig(), tmp_path / "o.onnx")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "o.onnx"]
     seen: list[str] = []
+    for end, error in ((KeyboardInterrupt(), KeyboardInterrupt), (ChildCrashed("SIGSEGV"), QuantizeFailed)):
 
-    def stopped(self: object, name: str, **_: object) -> None:
-        seen.extend(p.name for p in tmp_path.iterdir() if p.is_dir())
-        raise end
+        def stopped(self: Child, name: str, *, end: BaseException = end, **_: object) -> None:
+            environment = Path(f"/proc/{self.pid}/environ").read_text().split("\0")
+            seen.extend(str(p) for p in tmp_path.iterdir() if f"TMPDIR={p}" in environment)
+            raise end
 
-    quantize(src, QuantizeConfig(calibration="entropy"), tmp_path / "o.onnx")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "o.onnx"]
-    monkeypatch.setattr(module.Child, "call", stopped)
-    with pytest.raises(KeyboardInterrupt if isinstance(end, KeyboardInterrupt) else QuantizeFailed):
-        quantize(src, QuantizeConfig(), tmp_path / "p.onnx")
-    assert seen
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "o.onnx"]
+        monkeypatch.setattr(module.Child, "call", stopped)
+        with pytest.raises(error):
+            quantize(src, QuantizeConfig(), tmp_path / "p.onnx")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "o.onnx"]
+    assert len(seen) == 2
 
 
 def test_real_model(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
