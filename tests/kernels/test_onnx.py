@@ -83,6 +83,10 @@ FOUND = {
         ["matmul_relu", "matmul_residual"],
     ),
     "a sum that broadcasts": ("p = MatMul(x, w)\nq = Add(p, b)\ny = Add(q, row)", ["matmul_bias"]),
+    "a computed sum that broadcasts": (
+        "p = MatMul(x, w)\nq = Add(p, b)\ns = Softmax(row)\ny = Add(q, s)",
+        ["matmul_bias"],
+    ),
     "a value used twice": ("p = MatMul(x, w)\nq = Add(p, b)\nr0 = Relu(q)\ny = Add(q, r0)", ["matmul_bias"]),
     "nothing": ("p = MatMul(x, w)\ny = Softmax(p)", []),
 }
@@ -110,7 +114,7 @@ def test_patterns(case: str, opset: int) -> None:
 @pytest.mark.parametrize("product", ["matmul", "gemm_nn", "gemm_nt"])
 @pytest.mark.parametrize("opset", [17, 20])
 def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
-    """Against float64: 1e-5 of the largest element, K = 8 fp32 products and one activation."""
+    """Against float64: 2e-6 of the largest element, K = 8 fp32 roundings of 6e-8 and those of one activation."""
     function = FusedGemm(product=product, act=act, bias=True, residual=True, dtype=TensorProto.FLOAT)
     shapes = {"a": (3, 8), "b": (6, 8) if product == "gemm_nt" else (8, 6), "bias": (6,), "residual": (3, 6)}
     inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()]
@@ -124,7 +128,7 @@ def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
     spec = GemmSpec(m=3, n=6, k=8, epilogue=EpilogueSpec(act=act, bias=True, residual=True, out_dtype="fp32"))
     b = feeds["b"].T if product == "gemm_nt" else feeds["b"]
     right = reference.gemm_numpy(spec, feeds["a"], b, bias=feeds["bias"], residual=feeds["residual"])
-    np.testing.assert_allclose(run(made, **feeds), right, rtol=0, atol=1e-5 * np.abs(right).max())
+    np.testing.assert_allclose(run(made, **feeds), right, rtol=0, atol=2e-6 * np.abs(right).max())
     formals = {n for nodes in function.function(opset).node for n in (*nodes.input, *nodes.output)}
     assert all(name.startswith("accel_FusedGemm_") for name in formals)
 
