@@ -50,6 +50,24 @@ def check_(every: bool, say: Output) -> None:
         raise GateFailed(f"{failed[0].what}: {failed[0].detail}; don't use the kernels of this installation")
 
 
+@command.command("build")
+@click.option(
+    "--arch", "archs", multiple=True, required=True, metavar="ARCH", help="sm_90a, sm_80, ...; again for more."
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Files compiled at a time (default: the cores).")
+@output_options
+def build_(archs: tuple[str, ...], jobs: int | None, say: Output) -> None:
+    """Compile the CUDA kernels with the nvcc that is here."""
+    from accel.kernels.build import build
+    from accel.progress import report
+
+    built = build(archs, jobs=jobs, progress=report)
+    body = {"path": str(built.path), "archs": list(built.archs), "cached": built.cached}
+    size = built.path.stat().st_size / 1e6
+    words = f"{built.path}: {', '.join(built.archs)}, {size:.1f} MB{', from the cache' if built.cached else ''}"
+    say.result(body, lambda: words)
+
+
 def _plain(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
