@@ -10,9 +10,11 @@ import torch
 
 from accel.errors import AccelError
 from accel.kernels import interpret
+from accel.kernels.build import build, find_nvcc
 from accel.kernels.configs import ARCHS, get, shipped
 from accel.kernels.cross import compile_config
 from accel.kernels.dispatch import family
+from accel.kernels.native import Library
 
 Progress = Callable[[str, float | None], None]
 
@@ -40,12 +42,25 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
         progress("running the kernels in the interpreter", None)
         yield _interpreter()
         yield from _compiled(every, progress)
+    yield _hand_written(progress)
     if not torch.cuda.is_available():
         yield Proof(what="correctness and speed on a GPU", passed=None, detail="no NVIDIA GPU here: not run")
         return
     capability = torch.cuda.get_device_capability()
     there = f"{torch.cuda.get_device_name()}, sm_{family(capability) or 'none'}: run pytest -m gpu"
     yield Proof(what="correctness and speed on a GPU", passed=None, detail=there)
+
+
+def _hand_written(progress: Progress) -> Proof:
+    what = "hand-written kernels, compiled"
+    if find_nvcc() is None:
+        return Proof(what=what, passed=None, detail="no nvcc here: put nvcc on PATH")
+    try:
+        built = build(["sm_80", "sm_90a"], progress=progress)
+        Library(built.path)
+    except AccelError as error:
+        return Proof(what=what, passed=False, detail=str(error))
+    return Proof(what=what, passed=True, detail=f"{', '.join(built.archs)}, the library loads and its interface fits")
 
 
 def _interpreter() -> Proof:

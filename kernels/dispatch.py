@@ -86,7 +86,8 @@ def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
         return wide.to(TORCH_DTYPES[spec.epilogue.out_dtype])
     from accel.kernels import triton_kernels, triton_launch
 
-    return triton_launch.run_gemm(spec, a, b, operands, config, triton_kernels)
+    with torch.cuda.device(a.device):
+        return triton_launch.run_gemm(spec, a, b, operands, config, triton_kernels)
 
 
 def run_conv2d(
@@ -99,7 +100,8 @@ def run_conv2d(
         return wide.to(TORCH_DTYPES[spec.epilogue.out_dtype]).contiguous()
     from accel.kernels import triton_kernels, triton_launch
 
-    return triton_launch.run_conv2d(spec, x, weight, operands, config, triton_kernels)
+    with torch.cuda.device(x.device):
+        return triton_launch.run_conv2d(spec, x, weight, operands, config, triton_kernels)
 
 
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +111,8 @@ def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
         return reference.quantize_rowwise_torch(x, dtype)
     from accel.kernels import triton_kernels, triton_launch
 
-    return triton_launch.run_quantize(x, dtype, triton_kernels)
+    with torch.cuda.device(x.device):
+        return triton_launch.run_quantize(x, dtype, triton_kernels)
 
 
 def _choose_for(spec: GemmSpec | ConvSpec, a: torch.Tensor, b: torch.Tensor) -> Choice:
