@@ -97,6 +97,15 @@ STAGES: tuple[Stage, ...] = (
         packages=("onnx", "onnxsim"),
     ),
     Stage(
+        name="fuse_kernels",
+        function="accel.converters.fuse_kernels:fuse_kernels",
+        config="accel.converters.fuse_kernels:FuseKernelsConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx",),
+    ),
+    Stage(
         name="cast",
         function="accel.converters.cast:cast",
         config="accel.converters.cast:CastConfig",

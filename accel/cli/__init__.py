@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
+    "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check what is proven here."),
     "doctor": ("accel.cli.doctor", "Show what is installed, what is missing and what it would bring."),
 }
 

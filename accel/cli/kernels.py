@@ -1,0 +1,81 @@
+"""``accel kernels``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+from accel.errors import GateFailed
+
+if TYPE_CHECKING:
+    from accel.cli import Output
+
+
+@click.group("kernels")
+def command() -> None:
+    """Fused GEMM and convolution kernels: what there is and what is proven."""
+
+
+@command.command("list")
+@output_options
+def list_(say: Output) -> None:
+    """Every shipped configuration: op, dtypes, tile, architectures, implementation."""
+    from accel.kernels.configs import rows
+
+    found = rows()
+
+    def human() -> Any:
+        columns = ("name", "op", "implementation", "dtypes", "tile", "archs")
+        return _table(columns, [[_plain(row[column]) for column in columns] for row in found])
+
+    say.result({"configurations": found}, human)
+
+
+@command.command("check")
+@click.option("--all", "every", is_flag=True, help="Compile every shipped configuration (minutes).")
+@output_options
+def check_(every: bool, say: Output) -> None:
+    """What can be proven about the kernels on this machine."""
+    from accel.kernels.check import check
+    from accel.progress import report
+
+    proofs = check(every=every, progress=report)
+    words = {True: "proven", False: "FAILED", None: "not here"}
+    human = [[p.what, words[p.passed], p.detail] for p in proofs]
+    say.result({"proofs": [asdict(p) for p in proofs]}, lambda: _table(("what", "result", "detail"), human))
+    if failed := [p for p in proofs if p.passed is False]:
+        raise GateFailed(f"{failed[0].what}: {failed[0].detail}; don't use the kernels of this installation")
+
+
+@command.command("build")
+@click.option(
+    "--arch", "archs", multiple=True, required=True, metavar="ARCH", help="sm_90a, sm_80, ...; again for more."
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Files compiled at a time (default: the cores).")
+@output_options
+def build_(archs: tuple[str, ...], jobs: int | None, say: Output) -> None:
+    """Compile the CUDA kernels with the nvcc that is here."""
+    from accel.kernels.build import build
+    from accel.progress import report
+
+    built = build(archs, jobs=jobs, progress=report)
+    body = {"path": str(built.path), "archs": list(built.archs), "cached": built.cached}
+    size = built.path.stat().st_size / 1e6
+    words = f"{built.path}: {', '.join(built.archs)}, {size:.1f} MB{', from the cache' if built.cached else ''}"
+    say.result(body, lambda: words)
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _table(columns: tuple[str, ...], rows: list[list[str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,89 @@
+"""Every shipped configuration: which implementation, which tile, for which dtypes, on which architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accel.kernels.spec import BYTES
+
+ARCHS = (80, 86, 89, 90, 100, 120)
+# The shared memory a block can have, bytes (CUDA C++ Programming Guide, table of compute capabilities).
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+# What the product has to become in PTX: warp-level mma, the warpgroup's, or the tensor memory's.
+INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+FIRST_FP8 = 89
+FLOATS = ("fp16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A configuration: tile sizes in elements (``block_k`` in bytes: 128 are 64 fp16 or 128 int8), warps, stages."""
+
+    name: str
+    op: str
+    kernel: str
+    dtypes: tuple[str, ...]
+    archs: tuple[int, ...]
+    block_m: int
+    block_n: int
+    block_k_bytes: int
+    warps: int
+    stages: int
+    split_k: int = 1
+
+    def block_k(self, dtype: str) -> int:
+        """The tile's K in elements of ``dtype``."""
+        return self.block_k_bytes // BYTES[dtype]
+
+    def supports(self, dtype: str, arch: int) -> bool:
+        """Whether this configuration is shipped for ``dtype`` on ``arch`` (90 for sm_90)."""
+        return dtype in self.dtypes and arch in self.archs and (dtype != "fp8_e4m3" or arch >= FIRST_FP8)
+
+
+ALL = ("fp16", "bf16", "int8", "fp8_e4m3")
+TMA_ARCHS = (90, 100, 120)
+CONFIGS: tuple[Config, ...] = (
+    Config(name="gemm_128x128", op="gemm", kernel="gemm", dtypes=ALL, archs=ARCHS,
+           block_m=128, block_n=128, block_k_bytes=128, warps=8, stages=3),
+    Config(name="gemm_64x64", op="gemm", kernel="gemm", dtypes=(*ALL, "fp32"), archs=ARCHS,
+           block_m=64, block_n=64, block_k_bytes=64, warps=4, stages=3),
+    Config(name="gemm_16x64_split", op="gemm", kernel="gemm", dtypes=ALL, archs=ARCHS,
+           block_m=16, block_n=64, block_k_bytes=128, warps=4, stages=4, split_k=8),
+    Config(name="gemm_tma_128x128", op="gemm", kernel="gemm_tma", dtypes=ALL, archs=TMA_ARCHS,
+           block_m=128, block_n=128, block_k_bytes=128, warps=8, stages=3),
+    Config(name="conv2d_128x64", op="conv2d", kernel="conv2d", dtypes=ALL, archs=ARCHS,
+           block_m=128, block_n=64, block_k_bytes=64, warps=4, stages=3),
+    Config(name="conv2d_64x64", op="conv2d", kernel="conv2d", dtypes=(*ALL, "fp32"), archs=ARCHS,
+           block_m=64, block_n=64, block_k_bytes=64, warps=4, stages=3),
+    Config(name="quantize_1024", op="quantize_rowwise", kernel="quantize_rowwise", dtypes=("int8", "fp8_e4m3"),
+           archs=ARCHS, block_m=1, block_n=1, block_k_bytes=1024, warps=4, stages=1),
+)  # fmt: skip
+
+
+def get(name: str) -> Config:
+    """The configuration called ``name``."""
+    return next(config for config in CONFIGS if config.name == name)
+
+
+def shipped() -> Iterator[tuple[Config, str, int]]:
+    """Every (configuration, dtype, architecture) there is."""
+    for config in CONFIGS:
+        for arch in config.archs:
+            for dtype in config.dtypes:
+                if config.supports(dtype, arch):
+                    yield config, dtype, arch
+
+
+def rows() -> list[dict[str, Any]]:
+    """What ``accel kernels list`` shows: one row a configuration, with its dtypes and architectures."""
+    found = []
+    for config in CONFIGS:
+        row = asdict(config)
+        row["implementation"] = "triton"
+        row["tile"] = [config.block_m, config.block_n, config.block_k_bytes]
+        row["archs"] = [f"sm_{arch}" for arch in config.archs]
+        row["dtypes"] = list(config.dtypes)
+        found.append(row)
+    return found

@@ -1,0 +1,126 @@
+"""Cross-compilation of the Triton configurations: what can be proven about a GPU's code without that GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.errors import MissingExtra, UnsupportedHere
+from accel.kernels.configs import INSTRUCTION, SHARED_LIMIT, Config
+from accel.kernels.reference import QMAX
+from accel.kernels.spec import EpilogueSpec
+from accel.kernels.triton_launch import GROUP, flags, tile
+
+POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
+FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
+CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler made: shared memory and spills in bytes, the tensor-core instruction that is in its PTX."""
+
+    config: str
+    dtype: str
+    arch: int
+    shared: int
+    registers: int
+    spilled: int
+    instruction: str
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it; empty where nothing is."""
+        if self.shared > SHARED_LIMIT[self.arch]:
+            return f"{self.shared} bytes of shared memory, sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
+        if self.spilled:
+            return f"{self.spilled} bytes spilled"
+        wanted = "" if self.config.startswith("quantize") or self.dtype == "fp32" else INSTRUCTION[self.arch]
+        if self.instruction != wanted and not (wanted and self.instruction == "mma.sync" and "split" in self.config):
+            return f"{self.instruction or 'no tensor-core instruction'} where {wanted or 'none'} was to be"
+        return ""
+
+
+def compile_config(config: Config, dtype: str, arch: int) -> Compiled:
+    """``config`` for ``dtype`` compiled for sm_``arch``, full epilogue, fp16 output, 16-byte aligned operands.
+
+    Raises ``MissingExtra`` without Triton, ``UnsupportedHere`` where the configuration isn't shipped for that arch.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise MissingExtra("Triton", "kernels")
+    if not config.supports(dtype, arch):
+        raise UnsupportedHere(f"{config.name} is not shipped for {dtype} on sm_{arch}; see accel kernels list")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from accel.kernels import triton_kernels
+
+    function = getattr(triton_kernels, config.kernel)
+    constants = _constants(config, dtype)
+    signature, attributes = {}, {}
+    for at, name in enumerate(function.arg_names):
+        kind = "constexpr" if name in constants else _kind(config, name, dtype)
+        signature[name] = kind
+        if kind != "constexpr" and name != "PROGRAMS":
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, spilled = _resources(made.asm["cubin"])
+    return Compiled(
+        config=config.name,
+        dtype=dtype,
+        arch=arch,
+        shared=made.metadata.shared,
+        registers=registers,
+        spilled=spilled,
+        instruction=_instruction(made.asm["ptx"]),
+    )
+
+
+def _constants(config: Config, dtype: str) -> dict[str, Any]:
+    integer = dtype == "int8"
+    if config.kernel == "quantize_rowwise":
+        return {"QMAX": QMAX[dtype], "INTEGER": integer, "BK": config.block_k(dtype), "stride_k": 1}
+    found = {**flags(FULL), **tile(config, dtype), "GROUP": GROUP, "INTEGER": integer, "UPCAST": False}
+    if config.kernel == "gemm":
+        found |= {"SPLIT": config.split_k, "stride_ak": 1, "stride_bk": 1}
+    return found | (CONV if config.kernel == "conv2d" else {})
+
+
+def _kind(config: Config, name: str, dtype: str) -> str:
+    if name in ("a", "b", "weight", "q") or (name == "x" and config.kernel == "conv2d"):
+        return POINTERS[dtype]
+    if name in ("bias", "row_scale", "col_scale", "scales"):
+        return "*fp32"
+    if name == "out" and config.split_k > 1:
+        return "*i32" if dtype == "int8" else "*fp32"
+    return "*fp16" if name in ("x", "out", "residual") else "i32"
+
+
+def _instruction(ptx: str) -> str:
+    for name in ("tcgen05.mma", "wgmma", "mma.sync"):
+        if re.search(rf"^\s*(@\S+ )?{re.escape(name)}\b", ptx, re.MULTILINE):
+            return name
+    return ""
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of local memory (spills) of a cubin, as cuobjdump reads them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
+    if found is None:
+        raise UnsupportedHere(f"cuobjdump said nothing about a kernel's registers: {text.strip()[:200]}")
+    return int(found[1]), int(found[2]) + int(found[3])

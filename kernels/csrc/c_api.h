@@ -1,0 +1,41 @@
+// The C interface of the compiled kernels. Loads without a GPU; every call returns a status, never throws.
+#ifndef ACCEL_KERNELS_C_API_H
+#define ACCEL_KERNELS_C_API_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+  ACCEL_OK = 0,
+  ACCEL_NULL_POINTER = 1,
+  ACCEL_BAD_SIZE = 2,
+  ACCEL_BAD_DTYPE = 3,
+  ACCEL_BAD_ACT = 4,
+  ACCEL_NO_DEVICE = 5,
+  ACCEL_LAUNCH_FAILED = 6
+};
+enum { ACCEL_FP32 = 0, ACCEL_FP16 = 1, ACCEL_BF16 = 2 };
+enum { ACCEL_NONE = 0, ACCEL_RELU = 1, ACCEL_GELU_TANH = 2, ACCEL_GELU_ERF = 3, ACCEL_SILU = 4 };
+
+int accel_abi_version(void);
+const char* accel_status_message(int status);
+
+// x (rows, columns) in dtype, rows row_stride elements apart -> q int8 (rows, columns) dense, scales fp32 (rows).
+int accel_quantize_rowwise(const void* x, int dtype, int8_t* q, float* scales, int64_t rows, int64_t columns,
+                           int64_t row_stride, void* stream);
+
+// out (m, n) = act(row_scale * col_scale * (a @ b^T) + bias) + residual for a (m, k), b (n, k), 1 <= m <= 16, all dense
+// and in dtype but the fp32 scales and bias; an operand that is NULL is left out.
+int accel_gemv(const void* a, const void* b, void* out, const float* bias, const void* residual, const float* row_scale,
+               const float* col_scale, int dtype, int act, int64_t m, int64_t n, int64_t k, void* stream);
+
+// x (images, height, width, channels) -> columns (images * out height * out width, kernel_h * kernel_w * channels), dense.
+// element_size: 1, 2 or 4 bytes. geometry: kernel, stride, padding and dilation, each (height, width).
+int accel_im2col(const void* x, void* columns, int element_size, int64_t images, int64_t height, int64_t width,
+                 int64_t channels, const int32_t geometry[8], void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

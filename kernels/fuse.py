@@ -1,0 +1,276 @@
+"""``fuse(module, example_inputs)``: the fused operations in the place of Linear(+act)(+residual) and Conv+BN(+act).
+
+The module is traced with torch.fx; where it can't be, its Linear and Conv2d modules are swapped one for one, with the
+neighbours they have in an ``nn.Sequential``. The result is run beside the original before it is handed out.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from accel.errors import GateFailed, UnsupportedHere
+from accel.kernels.modules import FusedConv2d, FusedLinear
+
+# The largest difference allowed, relative to the largest element of the output, by the output's dtype: a hundred
+# roundings of an fp32 chain, and four of the 16-bit formats (which the original rounds more often than the fused one).
+LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
+ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """One fused operation: where it was, what it is now made of."""
+
+    name: str
+    operation: str
+    act: str = "none"
+    batch_norm: bool = False
+    residual: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.operation, *(["batch_norm"] if self.batch_norm else [])]
+        parts += [*([self.act] if self.act != "none" else []), *(["residual"] if self.residual else [])]
+        return f"{self.name}: {' + '.join(parts)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuseReport:
+    """What ``fuse`` did: the matches, what it left alone and why, whether it was traced, the largest difference."""
+
+    matches: tuple[Match, ...]
+    left: tuple[tuple[str, str], ...]
+    traced: bool
+    difference: float
+    limit: float
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.matches)} fused, {len(self.left)} left, difference {self.difference:.2g}"]
+        return "\n".join([*lines, *(f"  {m}" for m in self.matches), *(f"  left {n}: {why}" for n, why in self.left)])
+
+
+def fuse(module: nn.Module, example_inputs: Sequence[Any]) -> tuple[nn.Module, FuseReport]:
+    """A fused copy of ``module`` (which stays as it is) and what was matched.
+
+    ``example_inputs`` are the positional inputs it is verified with. Raises ``UnsupportedHere`` for a module in
+    training mode (batch norm would be folded away) and ``GateFailed`` where the copy computes something else.
+    """
+    if module.training:
+        raise UnsupportedHere("a module in training mode can't be fused (its batch norms would freeze); call .eval()")
+    found = copy.deepcopy(module)
+    left: list[tuple[str, str]] = []
+    traced = _trace(found, example_inputs)
+    fused: nn.Module
+    matches: list[Match]
+    if traced is not None:
+        matches = _fuse_graph(traced, left)
+        fused = traced
+    else:
+        matches = []
+        fused = _swap_children(found, "", matches, left)
+    difference, limit = _verify(module, fused, example_inputs)
+    return fused, FuseReport(
+        matches=tuple(matches), left=tuple(left), traced=traced is not None, difference=difference, limit=limit
+    )
+
+
+def _trace(module: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
+    if _operation(module):  # a lone Linear or Conv2d
+        module = nn.Sequential(module).eval()
+    try:
+        traced = fx.symbolic_trace(module)
+        with torch.no_grad():
+            ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
+    except Exception:  # control flow, optional inputs, leaf functions: whatever fx can't follow
+        return None
+    return traced
+
+
+def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]]) -> list[Match]:
+    modules = dict(traced.named_modules())
+    matches: list[Match] = []
+    for node in list(traced.graph.nodes):
+        layer = modules.get(str(node.target)) if node.op == "call_module" else None
+        if layer is None or not _operation(layer):
+            continue
+        if reason := _obstacle(layer):
+            left.append((str(node.target), reason))
+            continue
+        last, following, act, residual = node, None, "none", None
+        if (after := _only_user(last)) is not None and isinstance(layer, nn.Conv2d):
+            candidate = modules.get(str(after.target)) if after.op == "call_module" else None
+            if isinstance(candidate, nn.BatchNorm2d) and candidate.running_var is not None:
+                last, following = after, candidate
+        if (after := _only_user(last)) is not None and (name := _act_of_node(after, modules)):
+            last, act = after, name
+        if (after := _only_user(last)) is not None and (other := _residual_of(after, last)) is not None:
+            last, residual = after, other
+        name = f"fused_{len(matches)}"
+        traced.add_submodule(name, _fused(layer, following, act))
+        with traced.graph.inserting_before(last):
+            arguments = (node.args[0], residual) if residual is not None else (node.args[0],)
+            new = traced.graph.call_module(name, arguments)
+        new.meta = dict(last.meta)
+        last.replace_all_uses_with(new)
+        matches.append(_match(str(node.target), layer, following, act, residual is not None))
+    traced.graph.eliminate_dead_code()
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    return matches
+
+
+def _swap_children(module: nn.Module, path: str, matches: list[Match], left: list[tuple[str, str]]) -> nn.Module:
+    """``module`` with its Linear and Conv2d children swapped, joined with what follows them in a Sequential."""
+    children = list(module.named_children())
+    skip = 0
+    for at, (name, child) in enumerate(children):
+        where = f"{path}{name}"
+        if skip:
+            skip -= 1
+            continue
+        if not _operation(child):
+            _swap_children(child, f"{where}.", matches, left)
+            continue
+        if reason := _obstacle(child):
+            left.append((where, reason))
+            continue
+        rest = [c for _, c in children[at + 1 :]] if type(module) is nn.Sequential else []
+        norm = rest[0] if rest and isinstance(child, nn.Conv2d) and isinstance(rest[0], nn.BatchNorm2d) else None
+        if norm is not None and norm.running_var is None:
+            norm = None
+        rest = rest[1:] if norm is not None else rest
+        act = (_act_of_module(rest[0]) if rest else None) or "none"
+        setattr(module, name, _fused(child, norm, act))
+        skip = (norm is not None) + (act != "none")
+        for gone, _ in children[at + 1 : at + 1 + skip]:
+            setattr(module, gone, nn.Identity())
+        matches.append(_match(where, child, norm, act, False))
+    return module
+
+
+def _match(name: str, layer: nn.Module, norm: nn.Module | None, act: str, residual: bool) -> Match:
+    return Match(name=name, operation=_operation(layer), act=act, batch_norm=norm is not None, residual=residual)
+
+
+def _operation(layer: nn.Module) -> str:
+    return "linear" if isinstance(layer, nn.Linear) else "conv2d" if isinstance(layer, nn.Conv2d) else ""
+
+
+def _obstacle(layer: nn.Module) -> str:
+    """Why this layer can't be swapped; empty where it can."""
+    if type(layer) not in (nn.Linear, nn.Conv2d):
+        return f"{type(layer).__name__} is a class of its own"
+    if torch.nn.utils.parametrize.is_parametrized(layer):
+        return "its weights are computed (parametrized)"
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "it has forward hooks"
+    if isinstance(layer, nn.Conv2d):
+        if layer.groups != 1:
+            return f"it has {layer.groups} groups"
+        if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            return f"its padding is {layer.padding_mode} {layer.padding}"
+    return ""
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _act_of_module(layer: nn.Module | None) -> str | None:
+    if isinstance(layer, nn.GELU):
+        return "gelu_tanh" if layer.approximate == "tanh" else "gelu_erf"
+    return "relu" if type(layer) is nn.ReLU else "silu" if type(layer) is nn.SiLU else None
+
+
+def _act_of_node(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
+    if node.op == "call_module":
+        return _act_of_module(modules.get(str(node.target)))
+    functional = nn.functional
+    if node.op == "call_function":
+        if node.target in (functional.relu, torch.relu):
+            return "relu"
+        if node.target is functional.silu:
+            return "silu"
+        if node.target is functional.gelu:
+            return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu_erf"
+    return "relu" if node.op == "call_method" and node.target in ("relu", "relu_") else None
+
+
+def _residual_of(node: fx.Node, last: fx.Node) -> fx.Node | None:
+    """The other operand of ``node`` if it is a plain sum of ``last`` and a tensor of the same shape and dtype."""
+    if node.op != "call_function" or node.target not in ADDS or node.kwargs or len(node.args) != 2:
+        return None
+    if node.target is operator.iadd and node.args[0] is not last:
+        return None  # the other operand would be written to
+    other = node.args[1] if node.args[0] is last else node.args[0]
+    mine, theirs = last.meta.get("tensor_meta"), other.meta.get("tensor_meta") if isinstance(other, fx.Node) else None
+    if other is last or mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return None
+    return cast("fx.Node", other)
+
+
+def _fused(layer: nn.Module, norm: nn.Module | None, act: str) -> nn.Module:
+    if isinstance(layer, nn.Linear):
+        return FusedLinear(layer.weight, layer.bias, act).eval()
+    assert isinstance(layer, nn.Conv2d)
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    if isinstance(norm, nn.BatchNorm2d):
+        assert norm.running_var is not None
+        assert norm.running_mean is not None
+        scale = (norm.running_var.double() + norm.eps).rsqrt()
+        scale = scale if norm.weight is None else scale * norm.weight.detach().double()
+        shift = -norm.running_mean.double() if bias is None else bias.double() - norm.running_mean.double()
+        shift = shift * scale if norm.bias is None else shift * scale + norm.bias.detach().double()
+        weight = (weight.double() * scale[:, None, None, None]).to(layer.weight.dtype)
+        bias = shift.to(layer.weight.dtype)
+    sizes = cast("Callable[[Any], tuple[int, int]]", tuple)
+    return FusedConv2d(
+        weight.permute(0, 2, 3, 1).contiguous(),
+        bias,
+        act,
+        sizes(layer.stride),
+        sizes(layer.padding),
+        sizes(layer.dilation),
+    ).eval()
+
+
+def _verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[float, float]:
+    with torch.no_grad():
+        # Each gets inputs of its own: a model may write into them.
+        wanted = _tensors(before(*copy.deepcopy(tuple(inputs))))
+        got = _tensors(after(*copy.deepcopy(tuple(inputs))))
+    worst, limit = 0.0, LIMITS[torch.float32]
+    for at, (reference, value) in enumerate(zip(wanted, got, strict=True)):
+        if value.shape != reference.shape or value.dtype != reference.dtype:
+            raise GateFailed(
+                f"fusing made output {at} {value.dtype} {list(value.shape)}, it was {reference.dtype} "
+                f"{list(reference.shape)}; leave this module unfused and report it"
+            )
+        if not reference.numel():
+            continue
+        allowed = LIMITS.get(reference.dtype, 0.0)
+        scale = max(float(reference.double().abs().max()), 1e-30)
+        difference = float((value.double() - reference.double()).abs().max()) / scale
+        if not difference <= allowed:
+            raise GateFailed(
+                f"fusing changed output {at} by {difference:.3g} of its largest element, the limit is {allowed:.3g}; "
+                "leave this module unfused and report it"
+            )
+        if difference >= worst:
+            worst, limit = difference, allowed
+    return worst, limit
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,158 @@
+"""Every Triton kernel on small ragged problems, on the CPU, in Triton's interpreter.
+
+``TRITON_INTERPRET=1 python -m accel.kernels.interpret [source file] [case]`` prints one JSON object: case -> largest
+error over the proven bound (1 is the limit). ``run`` does that in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.errors import ChildCrashed, MissingExtra
+from accel.kernels import reference
+from accel.kernels.configs import CONFIGS, get
+from accel.kernels.reference import QMAX, TORCH_DTYPES
+from accel.kernels.spec import ACTS, BYTES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.triton_launch import run_conv2d, run_gemm, run_quantize
+
+ACT = dict(zip(("fp16", "bf16", "int8", "fp8_e4m3", "fp32"), ACTS, strict=True))
+
+
+def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dict[str, float]:
+    """The largest error of each case (whose name has ``case`` in it) over its bound, from the interpreter.
+
+    ``source`` is another file with the kernels. Raises ``MissingExtra`` without Triton, ``ChildCrashed`` where a
+    kernel did not run.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise MissingExtra("Triton", "kernels")
+    command = [sys.executable, "-m", "accel.kernels.interpret", str(source or ""), case]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise ChildCrashed(f"a kernel did not run in the interpreter: {last}; run {' '.join(command[1:3])} to see it")
+    return {name: float(value) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def load(path: str | None) -> Any:
+    if path is None:
+        return importlib.import_module("accel.kernels.triton_kernels")
+    spec = importlib.util.spec_from_file_location("triton_source", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["triton_source"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def random(g: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
+    if dtype == "int8":
+        return torch.randint(-128, 128, shape, generator=g, dtype=torch.int8)
+    return torch.randn(shape, generator=g).to(TORCH_DTYPES[dtype])
+
+
+def gemm(kernels: Any, name: str, dtype: str, sizes: tuple[int, int, int], act: str, out: str, full: bool) -> float:
+    g = torch.Generator().manual_seed(sum(sizes))
+    names = ("bias", "residual", "row_scale", "col_scale")
+    epilogue = EpilogueSpec(act=act, out_dtype=out, **dict.fromkeys(names, full))
+    m, n, k = sizes
+    spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue)
+    a, b = random(g, dtype, m, k), random(g, dtype, n, k).t()
+    if name == "gemm_64x64":  # any strides
+        a, b = random(g, dtype, k, m).t(), random(g, dtype, k, n)
+    scale = 0.01 if dtype == "int8" else 1.0
+    made = {
+        "bias": torch.randn(n, generator=g),
+        "residual": random(g, out, m, n),
+        "row_scale": scale * (torch.rand(m, generator=g) + 0.5),
+        "col_scale": scale * (torch.rand(n, generator=g) + 0.5),
+    }
+    operands = {operand: made[operand] for operand in epilogue.operands}
+    # A smaller tile than shipped: the same code, more tiles, and seconds instead of minutes.
+    config = get(name)
+    config = replace(config, block_m=min(config.block_m, 32), block_n=32, block_k_bytes=16 * BYTES[dtype])
+    got = run_gemm(spec, a, b, operands, config, kernels, interpreted=True)
+    exact = reference.gemm_torch(spec, a, b, operands)
+    # The interpreter truncates to bfloat16 where a GPU rounds: up to a whole unit off instead of half.
+    return worst(got, exact, reference.gemm_bound(spec, a, b, operands) * (2 if out == "bf16" else 1))
+
+
+def conv(kernels: Any, name: str, dtype: str, act: str, geometry: dict[str, Any]) -> float:
+    g = torch.Generator().manual_seed(3)
+    epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
+    sizes: dict[str, Any] = {"images": 2, "height": 7, "width": 6, "c_in": 19, "c_out": 35}
+    spec = ConvSpec(**sizes, **geometry, in_dtype=dtype, epilogue=epilogue)
+    x, w = random(g, dtype, 2, 7, 6, 19), random(g, dtype, 35, *spec.kernel, 19)
+    operands = {
+        "bias": torch.randn(35, generator=g),
+        "residual": torch.randn(2, spec.out_height, spec.out_width, 35, generator=g),
+        "col_scale": torch.rand(35, generator=g) * 0.01,
+    }
+    config = replace(get(name), block_m=32, block_n=32, block_k_bytes=16 * BYTES[dtype])
+    got = run_conv2d(spec, x, w, operands, config, kernels, interpreted=True)
+    exact = reference.conv2d_torch(spec, x, w, operands)
+    return worst(got, exact, torch.full_like(exact, 1e-4 * float(exact.abs().max())))
+
+
+def quantize(kernels: Any, source: str, dtype: str) -> float:
+    x = random(torch.Generator().manual_seed(4), source, 5, 2100) * 10
+    x[1], x[2, 7] = 0, float("nan")
+    if dtype == "int8":
+        q, scale = run_quantize(x, dtype, kernels)
+    else:  # the interpreter's float8 conversion loses carries: the quotients come out in fp32 and torch rounds them
+        wide, scale = torch.empty(x.shape), torch.empty(x.shape[0])
+        sizes = (x.shape[1], *x.stride())
+        kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=1024)
+        q = wide.to(TORCH_DTYPES[dtype])
+    right_q, right_scale = reference.quantize_rowwise_torch(x, dtype)
+    same = torch.equal(q.float().nan_to_num(), right_q.float().nan_to_num())
+    return 0.0 if same and torch.equal(scale.nan_to_num(-1), right_scale.nan_to_num(-1)) else float("inf")
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
+    ratio = (got.double() - exact).abs() / bound
+    return float("inf") if bool(ratio.isnan().any()) else float(ratio.max())
+
+
+def cases(kernels: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for config in CONFIGS:
+        for dtype in config.dtypes:
+            if config.op == "gemm":
+                # TMA needs rows of a multiple of 16 bytes
+                for sizes in ((37, 45, 48), (1, 1, 16)) if "tma" in config.name else ((37, 45, 53), (1, 1, 1)):
+                    full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
+                    arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
+                    found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
+            elif config.op == "conv2d":
+                tap = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 1), "dilation": (1, 2)}
+                found[f"{config.name} {dtype}"] = (conv, (kernels, config.name, dtype, ACT[dtype], tap))
+    for act in ACTS:
+        found[f"acts {act}"] = (gemm, (kernels, "gemm_128x128", "fp16", (20, 33, 17), act, "fp32", True))
+    for source in ("fp16", "bf16", "fp32"):
+        for dtype in ("int8", "fp8_e4m3"):
+            found[f"quantize {source} {dtype}"] = (quantize, (kernels, source, dtype))
+    return found
+
+
+def main() -> None:
+    kernels = load(sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] else None)
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    results = {name: f(*arguments) for name, (f, arguments) in cases(kernels).items() if only in name}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The fused operations as modules: what ``accel.kernels.fuse`` puts in the place of Linear and Conv2d."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accel.kernels.gemm import fused_conv2d, fused_gemm
+
+
+class FusedLinear(nn.Module):
+    """``act(x @ weight.T + bias) + residual`` for ``x`` (..., K) and ``weight`` (N, K), in one kernel."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, act: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=bias.requires_grad)
+        self.act = act
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        shape = (*x.shape[:-1], self.weight.shape[0])
+        # A residual that broadcasts or promotes changes the output's shape or dtype: that sum stays outside.
+        inside = residual is not None and residual.shape == shape and residual.dtype == x.dtype
+        flat = residual.reshape(-1, shape[-1]) if residual is not None and inside else None
+        out = fused_gemm(
+            x.reshape(-1, x.shape[-1]), self.weight.t(), bias=self.bias, act=self.act, residual=flat
+        ).reshape(shape)
+        return out if inside or residual is None else out + residual
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, act={self.act}, bias={self.bias is not None}"
+
+
+class FusedConv2d(nn.Module):
+    """``act(conv2d(x) + bias) + residual`` in one kernel; ``x`` and the result are NCHW views of NHWC memory.
+
+    ``weight`` is (O, kernel height, kernel width, C).
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        act: str,
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=bias.requires_grad)
+        self.act = act
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = fused_conv2d(
+            x.permute(0, 2, 3, 1),
+            self.weight,
+            bias=self.bias,
+            act=self.act,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+        ).permute(0, 3, 1, 2)
+        return out if residual is None else out + residual
+
+    def extra_repr(self) -> str:
+        o, h, w, c = self.weight.shape
+        return f"{c}, {o}, kernel=({h}, {w}), stride={self.stride}, padding={self.padding}, act={self.act}"

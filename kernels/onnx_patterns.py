@@ -1,0 +1,260 @@
+"""Finding ``act(A @ W + bias) + residual`` in an ONNX graph and putting ``accel::FusedGemm`` in its place."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from accel.errors import UnsupportedHere
+from accel.kernels.onnx_function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedGemm
+
+
+@dataclass(kw_only=True)
+class _Match:
+    """A chain of nodes under way: what it computes, its operands, the value it ends in, the nodes it takes in."""
+
+    product: str
+    operands: list[str]
+    out: str
+    nodes: list[onnx.NodeProto]
+    act: str = "none"
+    bias: bool = False
+    residual: str | None = None
+
+    def take(self, *nodes: onnx.NodeProto) -> None:
+        self.nodes += nodes
+        self.out = self.nodes[-1].output[0]
+
+
+class _Graph:
+    """Producers, consumers, constants and shapes of the top-level graph."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graph = onnx.shape_inference.infer_shapes(model).graph
+        self.nodes = list(model.graph.node)  # held, so that a node keeps its id
+        self.gone: set[int] = set()  # ids of nodes that a match has taken in
+        self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        for node in model.graph.node:
+            if node.op_type == "Constant" and node.attribute[0].name == "value":
+                self.constants[node.output[0]] = node.attribute[0].t
+        self.producers = {name: node for node in model.graph.node for name in node.output}
+        self.users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in model.graph.node:
+            for name in node.input:
+                self.users[name].append(node)
+        kept = {value.name for value in model.graph.output}
+        for node in model.graph.node:
+            kept |= {name for inner in _subgraphs(node) for name in _names(inner)}
+        self.kept = kept  # values that somebody else sees
+        self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+
+    def only_user(self, name: str) -> onnx.NodeProto | None:
+        users = self.users[name]
+        if len(users) != 1 or name in self.kept or id(users[0]) in self.gone:
+            return None
+        return users[0]
+
+    def scalar(self, name: str) -> float | None:
+        tensor = self.constants.get(name)
+        if tensor is None or math.prod(tensor.dims) != 1 or len(tensor.dims) > 1:
+            return None
+        return float(np.asarray(numpy_helper.to_array(tensor)).reshape(-1)[0])
+
+    def shape(self, name: str) -> tuple[Any, ...] | None:
+        kind = self.types.get(name)
+        if kind is None or not kind.HasField("shape"):
+            return None
+        dims = tuple(d.dim_value or d.dim_param for d in kind.shape.dim)
+        return dims if all(dims) else None
+
+    def dtype(self, name: str) -> int | None:
+        if name in self.constants:
+            return int(self.constants[name].data_type)
+        return int(self.types[name].elem_type) if name in self.types else None
+
+    def rank(self, name: str) -> int | None:
+        if name in self.constants:
+            return len(self.constants[name].dims)
+        shape = self.types.get(name)
+        return len(shape.shape.dim) if shape is not None and shape.HasField("shape") else None
+
+
+def fuse_gemms(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
+    """Replace every match in ``model``, in place; the function each one became, in graph order.
+
+    Raises ``UnsupportedHere`` under opset 13 or IR 8, which have no way to write the function.
+    """
+    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    if opset < MIN_OPSET or model.ir_version < MIN_IR:
+        raise UnsupportedHere(
+            f"the model has opset {opset} and IR {model.ir_version}, local functions need opset {MIN_OPSET} and IR "
+            f"{MIN_IR}; export it again with --opset 20"
+        )
+    graph = _Graph(model)
+    functions: dict[str, onnx.FunctionProto] = {}
+    replaced: dict[int, onnx.NodeProto] = {}
+    order = {id(node): at for at, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if id(node) in graph.gone or (match := _start(node, graph)) is None:
+            continue
+        _grow(match, graph, residual)
+        dtype = graph.dtype(match.operands[1])
+        if len(match.nodes) == 1 and match.product == "matmul":
+            continue  # a bare product gains nothing
+        if dtype not in DTYPES:
+            continue
+        fused = FusedGemm(
+            product=match.product,
+            act=match.act,
+            bias=match.bias,
+            residual=match.residual is not None,
+            dtype=dtype,
+        )
+        functions.setdefault(fused.name, fused.function(opset))
+        inputs = [*match.operands, *([match.residual] if match.residual else [])]
+        # At the place of the last node of the chain: every operand is computed by then.
+        last = max(match.nodes, key=lambda taken: order[id(taken)])
+        replaced[id(last)] = helper.make_node(fused.name, inputs, [match.out], name=node.name, domain=DOMAIN)
+        graph.gone |= {id(taken) for taken in match.nodes}
+    if not replaced:
+        return []
+    nodes = [replaced.get(id(n), n) for n in graph.nodes if id(n) in replaced or id(n) not in graph.gone]
+    made = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(made)
+    model.functions.extend(functions.values())
+    if all(o.domain != DOMAIN for o in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
+    still_there = {name for n in made for name in n.output} | {v.name for v in model.graph.input}
+    infos = [info for info in model.graph.value_info if info.name in still_there]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(infos)
+    return [n.op_type for n in made if n.domain == DOMAIN]
+
+
+def _start(node: onnx.NodeProto, graph: _Graph) -> _Match | None:
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    weight = graph.constants.get(node.input[1])
+    if weight is None or len(weight.dims) != 2:
+        return None
+    if node.op_type == "MatMul":
+        if (graph.rank(node.input[0]) or 0) < 2:
+            return None
+        return _Match(product="matmul", operands=list(node.input), out=node.output[0], nodes=[node])
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0 or attributes.get("transA", 0):
+        return None
+    transposed = bool(attributes.get("transB", 0))
+    operands = [name for name in node.input if name]
+    if len(operands) == 3 and not _is_bias(operands[2], weight.dims[0 if transposed else 1], graph):
+        return None
+    product = "gemm_nt" if transposed else "gemm_nn"
+    return _Match(product=product, operands=operands, out=node.output[0], nodes=[node], bias=len(operands) == 3)
+
+
+def _grow(match: _Match, graph: _Graph, residual: bool) -> None:
+    weight = graph.constants[match.operands[1]]
+    after = graph.only_user(match.out)
+    if match.product == "matmul" and after is not None and after.op_type == "Add":
+        other = _other(after, match.out)
+        if other is not None and _is_bias(other, weight.dims[1], graph):
+            match.operands.append(other)
+            match.bias = True
+            match.take(after)
+    _take_act(match, graph)
+    after = graph.only_user(match.out)
+    if not residual or after is None or after.op_type != "Add":
+        return
+    other = _other(after, match.out)
+    # Only a sum of equal shapes: one that broadcasts would not be (M, N).
+    if other is None or other in graph.constants or graph.shape(other) is None:
+        return
+    if graph.shape(other) == graph.shape(match.out) and graph.dtype(other) == graph.dtype(match.out):
+        match.residual = other
+        match.take(after)
+
+
+def _take_act(match: _Match, graph: _Graph) -> None:
+    x = match.out
+    after = graph.only_user(x)
+    if after is not None and after.op_type == "Relu":
+        match.act = "relu"
+        match.take(after)
+    elif after is not None and after.op_type == "Gelu":
+        how = {a.name: a.s for a in after.attribute}.get("approximate", b"none")
+        match.act = "gelu_tanh" if how == b"tanh" else "gelu_erf"
+        match.take(after)
+    elif x not in graph.kept and len(graph.users[x]) == 2:
+        users = graph.users[x]
+        for inner in users:
+            if inner.op_type == "Sigmoid":
+                last = graph.only_user(inner.output[0])
+                if last is not None and last.op_type == "Mul" and set(last.input) == {x, inner.output[0]}:
+                    match.act = "silu"
+                    match.take(inner, last)
+                    return
+        if found := _erf_gelu(x, users, graph):
+            match.act = "gelu_erf"
+            match.take(*found)
+
+
+def _erf_gelu(x: str, users: list[onnx.NodeProto], graph: _Graph) -> list[onnx.NodeProto] | None:
+    """The nodes of x * 0.5 * (1 + erf(x / sqrt(2))), in any order of its factors; the last one is the result."""
+    for scaled in users:
+        divided = scaled.op_type == "Div" and scaled.input[0] == x and _near(graph, scaled.input[1], math.sqrt(2))
+        times = scaled.op_type == "Mul" and _near(graph, _other(scaled, x), math.sqrt(0.5))
+        erf = graph.only_user(scaled.output[0]) if divided or times else None
+        if erf is None or erf.op_type != "Erf" or (plus := graph.only_user(erf.output[0])) is None:
+            continue
+        if plus.op_type != "Add" or not _near(graph, _other(plus, erf.output[0]), 1.0):
+            continue
+        first = graph.only_user(plus.output[0])
+        if first is None or first.op_type != "Mul" or (other := _other(first, plus.output[0])) is None:
+            continue
+        if (halved := graph.producers.get(other)) is not None and halved.op_type == "Mul" and x in halved.input:
+            if _near(graph, _other(halved, x), 0.5) and graph.only_user(other) is first:
+                return [scaled, erf, plus, halved, first]
+            continue
+        wanted = 0.5 if other == x else x if _near(graph, other, 0.5) else None
+        last = graph.only_user(first.output[0])
+        if wanted is None or last is None or last.op_type != "Mul":
+            continue
+        second = _other(last, first.output[0])
+        if second == wanted or (wanted == 0.5 and _near(graph, second, 0.5)):
+            return [scaled, erf, plus, first, last]
+    return None
+
+
+def _near(graph: _Graph, name: str | None, value: float) -> bool:
+    found = graph.scalar(name) if name else None
+    return found is not None and math.isclose(found, value, rel_tol=1e-3)  # constants in fp16 and bf16 are rounded
+
+
+def _other(node: onnx.NodeProto, name: str) -> str | None:
+    if len(node.input) != 2 or node.input[0] == node.input[1] or name not in node.input:
+        return None
+    return str(node.input[1] if node.input[0] == name else node.input[0])
+
+
+def _is_bias(name: str, size: int, graph: _Graph) -> bool:
+    tensor = graph.constants.get(name)
+    return tensor is not None and list(tensor.dims) == [size]
+
+
+def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [g for a in node.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs)]
+
+
+def _names(graph: onnx.GraphProto) -> set[str]:
+    found = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    for node in graph.node:
+        for inner in _subgraphs(node):
+            found |= _names(inner)
+    return found

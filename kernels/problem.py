@@ -1,0 +1,102 @@
+"""From tensors to a spec: what was handed in is checked here, once, and a wrong operand is refused with the fix."""
+
+from __future__ import annotations
+
+import torch
+
+from accel.errors import BadFeeds
+from accel.kernels.reference import TORCH_DTYPES
+from accel.kernels.spec import IN_DTYPES, OUT_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+Pair = tuple[int, int]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The spec's name of a torch dtype. ``BadFeeds`` for one no kernel takes."""
+    if dtype not in NAMES:
+        raise BadFeeds(f"{dtype} operands have no kernel; cast them to one of {', '.join(IN_DTYPES)}")
+    return NAMES[dtype]
+
+
+def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
+    """The output dtype: what was asked for, else that of ``a``. int8 and fp8 inputs have to ask."""
+    found = a.dtype if asked is None else asked
+    if NAMES.get(found) not in OUT_DTYPES:
+        wanted = "pass out_dtype=torch.float16, torch.bfloat16 or torch.float32"
+        raise BadFeeds(f"the output can't be {found}; {wanted}")
+    return found
+
+
+def gemm_spec(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: dict[str, torch.Tensor],
+    act: str,
+    out: torch.dtype | None,
+) -> GemmSpec:
+    """The spec of these tensors. Raises ``BadFeeds`` where shapes, dtypes or devices don't fit one another."""
+    if a.dim() != 2 or b.dim() != 2:
+        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; both have to be matrices: reshape them")
+    if a.shape[1] != b.shape[0]:
+        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; the columns of a have to be the rows of b")
+    if a.dtype != b.dtype:
+        raise BadFeeds(f"a is {a.dtype} and b {b.dtype}; cast one of them, a kernel never does so in silence")
+    m, n = a.shape[0], b.shape[1]
+    _check(a, b, operands, {"bias": [n], "residual": [m, n], "row_scale": [m], "col_scale": [n]})
+    return GemmSpec(
+        m=m, n=n, k=a.shape[1], in_dtype=dtype_name(a.dtype), epilogue=_epilogue(operands, act, out_dtype(out, a))
+    )
+
+
+def conv_spec(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    operands: dict[str, torch.Tensor],
+    geometry: tuple[Pair, Pair, Pair],
+    act: str,
+    out: torch.dtype | None,
+) -> ConvSpec:
+    """The spec of these tensors; ``geometry`` is (stride, padding, dilation). Raises ``BadFeeds`` as above."""
+    if x.dim() != 4 or weight.dim() != 4:
+        raise BadFeeds("fused_conv2d takes x as (N, H, W, C) and weight as (O, kernel height, kernel width, C)")
+    if x.shape[3] != weight.shape[3]:
+        raise BadFeeds(
+            f"x has {x.shape[3]} channels and weight takes {weight.shape[3]}; x is NHWC, weight OHWI, and grouped "
+            "convolutions have no kernel: use torch.nn.functional.conv2d"
+        )
+    if x.dtype != weight.dtype:
+        raise BadFeeds(f"x is {x.dtype} and weight {weight.dtype}; cast one of them, a kernel never does so in silence")
+    stride, padding, dilation = geometry
+    spec = ConvSpec(
+        images=x.shape[0],
+        height=x.shape[1],
+        width=x.shape[2],
+        c_in=x.shape[3],
+        c_out=weight.shape[0],
+        kernel=(weight.shape[1], weight.shape[2]),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        in_dtype=dtype_name(x.dtype),
+        epilogue=_epilogue(operands, act, out_dtype(out, x)),
+    )
+    full = [spec.images, spec.out_height, spec.out_width, spec.c_out]
+    _check(x, weight, operands, {"bias": [spec.c_out], "residual": full, "col_scale": [spec.c_out]})
+    return spec
+
+
+def _epilogue(operands: dict[str, torch.Tensor], act: str, out: torch.dtype) -> EpilogueSpec:
+    flags = {name: name in operands for name in ("bias", "residual", "row_scale", "col_scale")}
+    return EpilogueSpec(act=act, out_dtype=NAMES[out], **flags)
+
+
+def _check(a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], shapes: dict[str, list[int]]) -> None:
+    for name, tensor in {"b": b, **operands}.items():
+        if tensor.device != a.device:
+            raise BadFeeds(f"{name} is on {tensor.device} and the input on {a.device}; move it there")
+    for name, tensor in operands.items():
+        if list(tensor.shape) != shapes[name]:
+            raise BadFeeds(f"{name} is {list(tensor.shape)}, it has to be {shapes[name]}")
+        if NAMES.get(tensor.dtype) not in OUT_DTYPES:
+            raise BadFeeds(f"{name} is {tensor.dtype}; it has to be float32, float16 or bfloat16")

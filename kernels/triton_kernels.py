@@ -1,0 +1,199 @@
+# mypy: ignore-errors
+"""The Triton source: pointer GEMM (with split-K), TMA-descriptor persistent GEMM, implicit-GEMM convolution, row-wise
+quantization. One epilogue serves all of them.
+
+An operand that a problem does not have is passed as any pointer with its ``HAS_`` flag off. Upper-case
+arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` makes the
+products fp32: for the interpreter, whose bfloat16 and float8 dot products are wrong.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    if ACT == "relu":
+        x = tl.maximum(x, 0.0)
+    elif ACT == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACT == "gelu_erf":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":  # 0.5 x (1 + tanh u) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def finish(
+    acc, rows, cols, M, N, out, bias, residual, row_scale, col_scale,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+):  # fmt: skip
+    """Scales, bias, activation, residual in fp32 on a tile of the product; one rounding; the store, masked."""
+    x = acc.to(tl.float32)
+    if HAS_ROW:
+        x = x * tl.load(row_scale + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    if HAS_COL:
+        x = x * tl.load(col_scale + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        x = x + tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    x = activate(x, ACT)
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    if HAS_RESIDUAL:
+        x = x + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def multiply(x, y, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    return tl.dot(x, y, acc, input_precision="ieee", out_dtype=acc.dtype)
+
+
+@triton.jit
+def tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The tile of a program, in groups of GROUP rows of tiles, so that neighbours share operands in L2."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    per_group = GROUP * tiles_n
+    first = (pid // per_group) * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    return first + (pid % per_group) % size, (pid % per_group) // size
+
+
+@triton.jit
+def gemm(
+    a, b, out, bias, residual, row_scale, col_scale, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    INTEGER: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Any strides, any alignment. With SPLIT > 1, part ``program_id(1)`` of K goes to ``out[part]``, (SPLIT, M, N)."""
+    tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    part = tl.program_id(1)
+    rows = tile_m * BM + tl.arange(0, BM)
+    cols = tile_n * BN + tl.arange(0, BN)
+    steps = tl.arange(0, BK)
+    a_at = a + rows.to(tl.int64)[:, None] * stride_am + steps[None, :].to(tl.int64) * stride_ak
+    b_at = b + steps[:, None].to(tl.int64) * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
+    acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
+    blocks = tl.cdiv(K, BK)
+    for block in range(part, blocks, SPLIT):
+        k = block * BK
+        here = steps < K - k
+        x = tl.load(a_at + k.to(tl.int64) * stride_ak, mask=(rows < M)[:, None] & here[None, :], other=0.0)
+        y = tl.load(b_at + k.to(tl.int64) * stride_bk, mask=here[:, None] & (cols < N)[None, :], other=0.0)
+        acc = multiply(x, y, acc, UPCAST)
+    if SPLIT == 1:
+        finish(acc, rows, cols, M, N, out, bias, residual, row_scale, col_scale,
+               ACT, HAS_BIAS, HAS_RESIDUAL, HAS_ROW, HAS_COL)  # fmt: skip
+    else:
+        at = (part * M + rows).to(tl.int64)[:, None] * N + cols[None, :]
+        tl.store(out + at, acc, mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def sum_parts(
+    parts, out, bias, residual, row_scale, col_scale, M, N,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The second half of split-K: sums the parts in a fixed order, then the epilogue."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    acc = tl.zeros((BM, BN), dtype=parts.dtype.element_ty)
+    for part in range(SPLIT):
+        acc += tl.load(parts + (part * M + rows).to(tl.int64)[:, None] * N + cols[None, :], mask=inside, other=0)
+    finish(acc, rows, cols, M, N, out, bias, residual, row_scale, col_scale,
+           ACT, HAS_BIAS, HAS_RESIDUAL, HAS_ROW, HAS_COL)  # fmt: skip
+
+
+@triton.jit
+def gemm_tma(
+    a, b, out, bias, residual, row_scale, col_scale, M, N, K, PROGRAMS,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    INTEGER: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Persistent: PROGRAMS programs walk the tiles. ``a`` (M, K) and ``b`` as (N, K), rows of 16n bytes."""
+    a_tiles = tl.make_tensor_descriptor(a, shape=[M, K], strides=[K, 1], block_shape=[BM, BK])
+    b_tiles = tl.make_tensor_descriptor(b, shape=[N, K], strides=[K, 1], block_shape=[BN, BK])
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    for pid in tl.range(tl.program_id(0), tiles, PROGRAMS):
+        tile_m, tile_n = tile_of(pid, M, N, BM, BN, GROUP)
+        acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
+        for block in range(tl.cdiv(K, BK)):
+            x = a_tiles.load([tile_m * BM, block * BK])
+            y = b_tiles.load([tile_n * BN, block * BK])
+            acc = multiply(x, y.T, acc, UPCAST)
+        rows = tile_m * BM + tl.arange(0, BM)
+        cols = tile_n * BN + tl.arange(0, BN)
+        finish(acc, rows, cols, M, N, out, bias, residual, row_scale, col_scale,
+               ACT, HAS_BIAS, HAS_RESIDUAL, HAS_ROW, HAS_COL)  # fmt: skip
+
+
+@triton.jit
+def conv2d(
+    x, weight, out, bias, residual, row_scale, col_scale, M, N, C, H, W, OH, OW,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    INTEGER: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Implicit GEMM: rows are output pixels, columns output channels; K runs over the taps, then the channels."""
+    tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    rows = tile_m * BM + tl.arange(0, BM)
+    cols = tile_n * BN + tl.arange(0, BN)
+    steps = tl.arange(0, BK)
+    image = rows // (OH * OW)
+    top = (rows // OW) % OH * SH - PH
+    left = rows % OW * SW - PW
+    acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
+    blocks = tl.cdiv(C, BK)
+    for step in range(KH * KW * blocks):
+        tap = step // blocks
+        channels = step % blocks * BK + steps
+        y_at = top + tap // KW * DH
+        x_at = left + tap % KW * DW
+        seen = (rows < M) & (y_at >= 0) & (y_at < H) & (x_at >= 0) & (x_at < W)
+        pixel = ((image * H + y_at).to(tl.int64) * W + x_at) * C
+        p = tl.load(x + pixel[:, None] + channels[None, :], mask=seen[:, None] & (channels < C)[None, :], other=0.0)
+        w_at = (cols.to(tl.int64) * (KH * KW) + tap) * C
+        w = tl.load(weight + w_at[None, :] + channels[:, None], mask=(channels < C)[:, None] & (cols < N)[None, :],
+                    other=0.0)  # fmt: skip
+        acc = multiply(p, w, acc, UPCAST)
+    finish(acc, rows, cols, M, N, out, bias, residual, row_scale, col_scale,
+           ACT, HAS_BIAS, HAS_RESIDUAL, HAS_ROW, HAS_COL)  # fmt: skip
+
+
+@triton.jit
+def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr):
+    """One row a program: its largest magnitude, then its quotients. A NaN in the row makes the scale NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    steps = tl.arange(0, BK)
+    largest = tl.zeros((BK,), dtype=tl.float32)
+    nans = tl.zeros((BK,), dtype=tl.int32)
+    for k in range(0, K, BK):
+        v = tl.load(x + row * stride_m + (k + steps).to(tl.int64) * stride_k, mask=k + steps < K, other=0.0)
+        v = v.to(tl.float32)
+        nans = nans | (v != v).to(tl.int32)
+        largest = tl.maximum(largest, tl.where(v != v, 0.0, tl.abs(v)))
+    top = tl.max(largest, axis=0)
+    scale = tl.maximum(tl.math.div_rn(top, QMAX), 1.1754943508222875e-38)
+    scale = tl.where(top == 0.0, 1.0, scale)
+    scale = tl.where(tl.max(nans, axis=0) > 0, float("nan"), scale)
+    tl.store(scales + row, scale)
+    for k in range(0, K, BK):
+        v = tl.load(x + row * stride_m + (k + steps).to(tl.int64) * stride_k, mask=k + steps < K, other=0.0)
+        r = tl.math.div_rn(v.to(tl.float32), tl.zeros((BK,), dtype=tl.float32) + scale)
+        if INTEGER:
+            r = tl.where(r != r, 0.0, tl.minimum(tl.maximum(r, -QMAX), QMAX))
+            r = (r + 12582912.0) - 12582912.0  # 1.5 * 2**23: the fp32 sum rounds to the nearest even integer
+        else:
+            r = tl.where(r != r, r, tl.minimum(tl.maximum(r, -QMAX), QMAX))
+        tl.store(q + row * K + k + steps, r.to(q.dtype.element_ty), mask=k + steps < K)

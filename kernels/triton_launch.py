@@ -1,0 +1,125 @@
+"""From tensors to a launch of the Triton kernels: the same code on a GPU and in the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel.kernels.configs import Config, get
+from accel.kernels.reference import QMAX, TORCH_DTYPES
+from accel.kernels.spec import ConvSpec, EpilogueSpec, GemmSpec
+
+GROUP = 8  # rows of tiles that are walked together
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def flags(epilogue: EpilogueSpec) -> dict[str, Any]:
+    """The compile-time constants of an epilogue."""
+    return {
+        "ACT": epilogue.act,
+        "HAS_BIAS": epilogue.bias,
+        "HAS_RESIDUAL": epilogue.residual,
+        "HAS_ROW": epilogue.row_scale,
+        "HAS_COL": epilogue.col_scale,
+    }
+
+
+def tile(config: Config, dtype: str) -> dict[str, int]:
+    """The tile of a configuration as compile-time constants."""
+    return {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k(dtype)}
+
+
+def run_gemm(
+    spec: GemmSpec,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: dict[str, torch.Tensor],
+    config: Config,
+    kernels: Any,
+    *,
+    interpreted: bool = False,
+) -> torch.Tensor:
+    """``spec`` by ``config``; ``kernels`` is the module with the Triton source."""
+    e = spec.epilogue
+    out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
+    given = [_contiguous(operands, name, a) for name in ("bias", "residual", "row_scale", "col_scale")]
+    constants = {**tile(config, spec.in_dtype), "GROUP": GROUP, "INTEGER": spec.in_dtype == "int8"}
+    constants |= {"UPCAST": interpreted and spec.in_dtype in ("bf16", "fp8_e4m3")}
+    launch: dict[str, Any] = {} if interpreted else {"num_warps": config.warps, "num_stages": config.stages}
+    tiles = cdiv(spec.m, config.block_m) * cdiv(spec.n, config.block_n)
+    sizes = (spec.m, spec.n, spec.k)
+    if config.kernel == "gemm_tma":
+        programs = min(tiles, 2 if interpreted else torch.cuda.get_device_properties(a.device).multi_processor_count)
+        if not interpreted:
+            _give_scratch(a.device)
+        kernels.gemm_tma[(programs,)](a, b.t(), out, *given, *sizes, programs, **flags(e), **constants, **launch)
+        return out
+    split = min(config.split_k, cdiv(spec.k, config.block_k(spec.in_dtype)))
+    target = out
+    if split > 1:
+        partial = torch.int32 if spec.in_dtype == "int8" else torch.float32
+        target = torch.empty(split, spec.m, spec.n, dtype=partial, device=a.device)
+    strides = (*a.stride(), *b.stride())
+    kernels.gemm[(tiles, split)](a, b, target, *given, *sizes, *strides, **flags(e), **constants, SPLIT=split, **launch)
+    if split > 1:
+        grid = (cdiv(spec.m, 16), cdiv(spec.n, 64))
+        kernels.sum_parts[grid](target, out, *given, spec.m, spec.n, **flags(e), BM=16, BN=64, SPLIT=split)
+    return out
+
+
+def run_conv2d(
+    spec: ConvSpec,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    operands: dict[str, torch.Tensor],
+    config: Config,
+    kernels: Any,
+    *,
+    interpreted: bool = False,
+) -> torch.Tensor:
+    """``spec`` by ``config``; NHWC in and out."""
+    g, e = spec.gemm, spec.epilogue
+    x, weight = x.contiguous(), weight.contiguous()
+    shape = (spec.images, spec.out_height, spec.out_width, spec.c_out)
+    out = torch.empty(shape, dtype=TORCH_DTYPES[e.out_dtype], device=x.device)
+    given = [_contiguous(operands, name, x) for name in ("bias", "residual", "row_scale", "col_scale")]
+    constants = {**tile(config, spec.in_dtype), "GROUP": GROUP, "INTEGER": spec.in_dtype == "int8"}
+    constants |= {"UPCAST": interpreted and spec.in_dtype in ("bf16", "fp8_e4m3")}
+    launch: dict[str, Any] = {} if interpreted else {"num_warps": config.warps, "num_stages": config.stages}
+    sizes = (g.m, g.n, spec.c_in, spec.height, spec.width, spec.out_height, spec.out_width)
+    tiles = cdiv(g.m, config.block_m) * cdiv(g.n, config.block_n)
+    kernels.conv2d[(tiles,)](x, weight, out, *given, *sizes, **geometry(spec), **flags(e), **constants, **launch)
+    return out
+
+
+def geometry(spec: ConvSpec) -> dict[str, int]:
+    """The compile-time constants of a convolution."""
+    values = (*spec.kernel, *spec.stride, *spec.padding, *spec.dilation)
+    return dict(zip(("KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW"), values, strict=True))
+
+
+def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row-wise quantization: values in ``dtype`` and fp32 scales."""
+    q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    block = get("quantize_1024").block_k(dtype)
+    integer = dtype == "int8"
+    kernels.quantize_rowwise[(x.shape[0],)](
+        x, q, scale, x.shape[1], *x.stride(), QMAX=QMAX[dtype], INTEGER=integer, BK=block
+    )
+    return q, scale
+
+
+def _contiguous(operands: dict[str, torch.Tensor], name: str, placeholder: torch.Tensor) -> torch.Tensor:
+    return operands[name].contiguous() if name in operands else placeholder
+
+
+def _give_scratch(device: torch.device) -> None:
+    import triton
+
+    # Descriptors are built on the device, in memory that Triton asks for.
+    triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))

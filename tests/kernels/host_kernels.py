@@ -1,0 +1,46 @@
+"""Run in a process with a sanitizer loaded: call the hand-written kernels on buffers of exactly their size.
+
+``python host_kernels.py library calls.npz results.npz``: each call is an array of JSON and its operands by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.kernels.native import Library
+
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.restype = ctypes.c_void_p
+LIBC.malloc.argtypes = [ctypes.c_size_t]
+
+
+def buffer(array: np.ndarray[Any, Any]) -> int:
+    """The bytes of ``array`` in memory from malloc, where the sanitizer sees its ends."""
+    address = LIBC.malloc(array.nbytes)
+    ctypes.memmove(address, array.ctypes.data, array.nbytes)
+    return int(address)
+
+
+def main() -> None:
+    library, calls, results = Library(Path(sys.argv[1])), np.load(sys.argv[2]), {}
+    for name in (key for key in calls.files if key.endswith("/call")):
+        case = name.removesuffix("/call")
+        call = json.loads(str(calls[name]))
+        given = {key.split("/")[1]: calls[key] for key in calls.files if key.startswith(f"{case}/") and key != name}
+        addresses = {key: buffer(array) for key, array in given.items()}
+        getattr(library, call["function"])(**addresses, **call["numbers"])
+        for out in call["outputs"]:
+            array = np.empty_like(given[out])
+            ctypes.memmove(array.ctypes.data, addresses[out], array.nbytes)
+            results[f"{case}/{out}"] = array
+    np.savez(sys.argv[3], **results)
+
+
+if __name__ == "__main__":
+    main()

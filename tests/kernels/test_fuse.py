@@ -1,0 +1,125 @@
+"""``fuse``: what is matched, what is left and why, and that the result is the same function.
+
+These fail where a pattern is missed or matched wrongly (a sum that broadcasts, an output used twice, a batch norm in
+training mode), where batch norm is folded with a wrong formula, or where the verification would let a wrong copy out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel.errors import GateFailed, UnsupportedHere
+from accel.kernels import modules
+from accel.kernels.fuse import fuse
+
+
+class Block(nn.Module):
+    """A residual block with everything: conv+bn+silu, conv+bn, linear+gelu, linear+residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.down = nn.Conv2d(8, 8, 1)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.up = nn.Linear(8, 16)
+        self.back = nn.Linear(16, 8)
+        for norm in (self.norm, self.norm2):
+            norm.running_mean = torch.rand(8)
+            norm.running_var = torch.rand(8) + 0.5
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.silu(self.norm(self.conv(x)))
+        x = self.depthwise(self.norm2(self.down(x)).relu())
+        x = x.mean((2, 3))
+        return x + self.back(nn.functional.gelu(self.up(x), approximate="tanh"))
+
+
+def test_every_pattern_is_matched_and_reported() -> None:
+    """The verification inside allows 1e-4 of the largest element in fp32; here 1e-5, fewer than ten layers deep."""
+    torch.manual_seed(0)
+    model = Block().eval()
+    x = torch.randn(2, 3, 9, 7)
+    fused, report = fuse(model, (x,))
+    assert sorted(str(m) for m in report.matches) == [
+        "back: linear + residual",
+        "conv: conv2d + batch_norm + silu",
+        "down: conv2d + batch_norm + relu",
+        "up: linear + gelu_tanh",
+    ]
+    assert report.left == (("depthwise", "it has 8 groups"),)
+    assert report.traced
+    assert report.difference < 1e-5
+    longer = torch.randn(5, 3, 12, 9)  # other sizes than those it was verified with
+    wanted = model(longer).detach()
+    assert float((fused(longer).detach() - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert isinstance(model.up, nn.Linear), "the original must stay as it is"
+
+
+def test_a_broadcasting_sum_and_a_value_used_twice_are_not_taken_in() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+            y = self.first(x) + row
+            z = self.second(y)
+            return z.relu() + z
+
+    x, row = torch.randn(3, 4), torch.randn(4)
+    model = Model().eval()
+    fused, report = fuse(model, (x, row))
+    assert [str(m) for m in report.matches] == ["first: linear", "second: linear"]
+    torch.testing.assert_close(fused(x, row), model(x, row), rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_that_can_not_be_traced_is_swapped_by_its_structure() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.body(x)
+            return y if y.sum() > 0 else -y
+
+    model, x = Model().eval(), torch.randn(2, 2, 6, 6)
+    fused, report = fuse(model, (x,))
+    assert not report.traced
+    assert [str(m) for m in report.matches] == ["body.0: conv2d + batch_norm + relu", "body.4: linear"]
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_linear(dtype: torch.dtype) -> None:
+    """Four roundings of the dtype, the limit inside ``fuse``: the fused form rounds once, the original twice."""
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU()).to(dtype).eval(), torch.randn(2, 5, 32, dtype=dtype)
+    fused, report = fuse(model, (x,))
+    assert [str(m) for m in report.matches] == ["0: linear + gelu_erf"]
+    assert fused(x).dtype == dtype
+
+
+def test_a_wrong_copy_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = modules.fused_gemm
+    monkeypatch.setattr(modules, "fused_gemm", lambda *a, **k: right(*a, **{**k, "bias": None}))
+    with pytest.raises(GateFailed, match="changed output 0"):
+        fuse(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
+
+
+def test_training_mode_is_refused() -> None:
+    with pytest.raises(UnsupportedHere, match="in training mode"):
+        fuse(nn.Linear(4, 4), (torch.randn(2, 4),))
+
+
+def test_hooks_and_parametrizations_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))).eval()
+    model[0].register_forward_hook(lambda *_: None)
+    _, report = fuse(model, (torch.randn(2, 4),))
+    assert not report.matches
+    assert [name for name, _ in report.left] == ["0", "1"]

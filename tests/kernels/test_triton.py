@@ -1,0 +1,158 @@
+"""The Triton kernels: right in the interpreter, cross-compiled for every architecture, dispatched as documented.
+
+These fail where a kernel computes something else than the reference on ragged shapes (each planted mistake has to be
+caught), where a configuration loses its tensor-core instruction, spills or overruns shared memory, or where dispatch
+takes an implementation that does not exist for the problem.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="needs the extra [kernels]")
+
+from accel.cli.kernels import command
+from accel.kernels import cross, dispatch, interpret, triton_kernels
+from accel.kernels.configs import ARCHS, CONFIGS, SHARED_LIMIT, get, shipped
+from accel.kernels.spec import IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+
+# Triton 3.9 says so although the option is given: its default is about to change.
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
+SOURCE = Path(triton_kernels.__file__)
+
+
+@pytest.mark.slow
+def test_every_configuration_is_right_in_the_interpreter() -> None:
+    """The bound is ``gemm_bound`` (proven, per element); convolutions: 1e-4 of the largest; quantization: exact."""
+    found = interpret.run()
+    assert {name for name, value in found.items() if not value <= 1} == set()
+    for config in CONFIGS:
+        assert config.op == "quantize_rowwise" or any(name.startswith(config.name) for name in found), config.name
+
+
+MISTAKES = {
+    "wrong index": (
+        "acts none",
+        "cols.to(tl.int64)[None, :] * stride_bn",
+        "(cols ^ 1).to(tl.int64)[None, :] * stride_bn",
+    ),
+    "mask of K lost": ("gemm_64x64 fp16", "here = steps < K - k", "here = steps < K + BK"),
+    "part lost": ("gemm_16x64_split fp16", "for part in range(SPLIT)", "for part in range(1, SPLIT)"),
+    "missing scale": ("acts relu", "if HAS_ROW:", "if False:"),
+    "wrong activation": ("acts gelu_erf", "0.7071067811865476", "0.7"),
+    "tile transposed": ("gemm_tma_128x128 fp16", "[tile_n * BN, block * BK]", "[tile_m * BM, block * BK]"),
+    "padding ignored": ("conv2d_64x64 fp16", "% OH * SH - PH", "% OH * SH"),
+    "truncation": ("quantize fp16 int8", "r = (r + 12582912.0) - 12582912.0", "r = r"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: Path) -> None:
+    case, right, wrong = MISTAKES[mistake]
+    text = SOURCE.read_text()
+    assert right in text
+    planted = tmp_path / "planted.py"
+    planted.write_text(text.replace(right, wrong))
+    found = interpret.run(planted, case)
+    assert found
+    assert any(not value <= 1 for value in found.values()), found
+
+
+def compiles(name: str, dtype: str, arch: int) -> None:
+    made = cross.compile_config(get(name), dtype, arch)
+    assert made.problem == ""
+    assert made.shared <= SHARED_LIMIT[arch]
+    assert made.spilled == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_one_configuration_an_architecture_compiles(arch: int) -> None:
+    """fp16 has to become the architecture's own tensor-core instruction (mma.sync, wgmma, tcgen05.mma)."""
+    compiles("gemm_64x64", "fp16", arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "arch"), [pytest.param(c.name, d, a, id=f"{c.name}-{d}-{a}") for c, d, a in shipped()]
+)
+def test_every_configuration_compiles(name: str, dtype: str, arch: int) -> None:
+    compiles(name, dtype, arch)
+
+
+def test_a_bad_build_is_named() -> None:
+    right = cross.Compiled(
+        config="gemm_128x128", dtype="fp16", arch=90, shared=1000, registers=99, spilled=0, instruction="wgmma"
+    )
+    assert right.problem == ""
+    assert "wgmma was to be" in replace(right, instruction="mma.sync").problem
+    assert "no tensor-core" in replace(right, instruction="").problem
+    assert "spilled" in replace(right, spilled=8).problem
+    assert "shared memory" in replace(right, shared=300_000).problem
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    m=st.integers(1, 9000),
+    n=st.integers(1, 9000),
+    k=st.integers(1, 9000) | st.integers(1, 500).map(lambda sixteens: 16 * sixteens),
+    dtype=st.sampled_from(IN_DTYPES),
+    capability=st.sampled_from(
+        [None, (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+    ),
+    tma=st.booleans(),
+)
+def test_dispatch_takes_only_what_is_shipped(
+    m: int, n: int, k: int, dtype: str, capability: tuple[int, int] | None, tma: bool
+) -> None:
+    spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype)
+    conv = ConvSpec(images=1, height=m, width=1, c_in=k, c_out=n, kernel=(1, 1), in_dtype=dtype)
+    arch = dispatch.family(capability) if capability else None
+    for problem in (spec, conv):
+        choice = dispatch.choose(problem, capability, tma_layout=tma)
+        assert choice.reason
+        if choice.config is None:
+            assert arch is None or (dtype == "fp8_e4m3" and arch < 89)
+        else:
+            assert arch is not None
+            assert choice.config.supports(dtype, arch)
+            assert "tma" not in choice.config.name or tma
+
+
+def test_why_says_why() -> None:
+    spec = GemmSpec(m=4096, n=4096, k=4096, epilogue=EpilogueSpec(act="silu"))
+    assert dispatch.why(spec, (9, 0), tma_layout=True).startswith("triton gemm_tma_128x128: sm_90")
+    assert "M = 1 <= 16" in dispatch.why(GemmSpec(m=1, n=64, k=64), (8, 0))
+    assert "fp8 products" in dispatch.why(GemmSpec(m=64, n=64, k=64, in_dtype="fp8_e4m3"), (8, 0))
+    assert dispatch.why(spec, None) == "reference: the CPU runs the reference"
+    bare = dispatch.choose(spec, (9, 0), triton_installed=False)
+    assert "accel-toolchain[kernels]" in str(bare)
+
+
+def test_list_as_json() -> None:
+    result = CliRunner().invoke(command, ["list", "--json"])
+    assert result.exit_code == 0, result.output
+    listed = json.loads(result.output)["configurations"]
+    assert [row["name"] for row in listed] == [config.name for config in CONFIGS]
+    assert {"op", "dtypes", "tile", "archs", "implementation"} <= set(listed[0])
+
+
+@pytest.mark.slow
+def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every proof passes here but the GPU's, which says that it was not run; a failed one exits with 1."""
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
+    result = CliRunner().invoke(command, ["check", "--json", "--quiet"])
+    assert result.exit_code == 0, result.output
+    proofs = {row["what"]: row for row in json.loads(result.output)["proofs"]}
+    assert proofs["interpreter, ragged shapes"]["passed"] is True
+    assert all(proofs[f"cross-compilation for sm_{arch}"]["passed"] for arch in ARCHS)
+    monkeypatch.setattr(interpret, "run", lambda: {"a case": float("nan")})
+    failed = CliRunner().invoke(command, ["check", "--quiet"])
+    assert "don't use the kernels" in str(failed.exception)
