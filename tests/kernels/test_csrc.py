@@ -71,7 +71,7 @@ def gemv_case(dtype: str, act: str, m: int, n: int, k: int, full: bool) -> tuple
     return spec, a, b, operands if full else {}
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @needs_compiler
 def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
     """gemv: the proven bound. quantize and im2col: exact. The sanitizers end the process at the first finding."""
@@ -113,7 +113,7 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
     np.testing.assert_array_equal(results["im2col/columns"], right.numpy())
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @needs_compiler
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
@@ -153,7 +153,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build.build(["sm_90a"], jobs=1, cache=tmp_path_factory.mktemp("kernels")).path
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @needs_nvcc
 def test_the_library_loads_without_a_gpu_and_answers_in_codes(library: Path) -> None:
     loaded = Library(library)
@@ -172,7 +172,7 @@ def test_the_library_loads_without_a_gpu_and_answers_in_codes(library: Path) -> 
             loaded.gemv(16, 16, 16, dtype="fp16", act="none", m=1, n=1, k=1)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @needs_nvcc
 def test_the_cache_follows_the_sources(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cache = library.parent.parent

@@ -157,7 +157,7 @@ def test_a_model_without_functions_is_refused() -> None:
         fuse_gemms(model("p = MatMul(x, w)\ny = Add(p, b)", W, opset=12, ir=7))
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
     """Parsed, built for sm_86, and the products of both functions are in the engine's layers."""
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unse
 SOURCE = Path(triton_kernels.__file__)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_every_configuration_is_right_in_the_interpreter() -> None:
     """The bound is ``gemm_bound`` (proven, per element); convolutions: 1e-4 of the largest; quantization: exact."""
     found = interpret.run()
@@ -53,7 +53,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: Path) -> None:
     case, right, wrong = MISTAKES[mistake]
@@ -79,7 +79,7 @@ def test_one_configuration_an_architecture_compiles(arch: int) -> None:
     compiles("gemm_64x64", "fp16", arch)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "dtype", "arch"), [pytest.param(c.name, d, a, id=f"{c.name}-{d}-{a}") for c, d, a in shipped()]
 )
@@ -144,7 +144,7 @@ def test_list_as_json() -> None:
     assert {"op", "dtypes", "tile", "archs", "implementation"} <= set(listed[0])
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every proof passes here but the GPU's, which says that it was not run; a failed one exits with 1."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
