@@ -138,7 +138,7 @@ def _find(spec: str, weights: Path | None) -> Found:
 def _from_factory(spec: str, weights: Path | None) -> Found:
     module, factory = load_object(spec, "factory")
     declaration: Declaration | None = getattr(factory, "__accel__", None)
-    made = _call(factory, spec)
+    made = call_factory(factory, spec)
     example: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor | None = None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         made, example = made
@@ -191,7 +191,8 @@ def _forward_parameters(module: torch.nn.Module) -> list[str]:
     return [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
 
-def _call(factory: Callable[[], Any], spec: str) -> Any:
+def call_factory(factory: Callable[[], Any], spec: str) -> Any:
+    """What ``factory`` makes; ``BadSource`` with the place where it raised."""
     if isinstance(factory, torch.nn.Module):
         return factory
     try:
