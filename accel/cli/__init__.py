@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
+    "train": ("accel.cli.train", "Train a model on one process or many, to a checkpoint that exports."),
     "plan": ("accel.cli.plan", "Show what a training run or a deployment takes: memory, communication, time."),
     "doctor": ("accel.cli.doctor", "Show what is installed, what is missing and what it would bring."),
 }

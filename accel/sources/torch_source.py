@@ -125,6 +125,10 @@ def _precision(module: torch.nn.Module) -> str:
 def _find(spec: str, weights: Path | None) -> Found:
     path = Path(spec)
     if path.is_dir():
+        from accel.sources.train_folder import final_folder, open_train_folder
+
+        if (trained := final_folder(path)) is not None:
+            return open_train_folder(trained)
         from accel.sources.transformers_folder import open_folder
 
         return open_folder(path)
@@ -155,7 +159,7 @@ def _from_factory(spec: str, weights: Path | None) -> Found:
     folder = getattr(getattr(made, "config", None), "_name_or_path", "")
     if folder and Path(folder).is_dir():  # a transformers model that was read from there
         files = [*sorted(Path(folder).glob("*.safetensors")), *files]
-    inputs = declaration.inputs if declaration else _specs_from_example(made, example)
+    inputs = declaration.inputs if declaration else specs_from_example(made, example)
     return Found(
         module=made,
         path=code,
@@ -166,7 +170,7 @@ def _from_factory(spec: str, weights: Path | None) -> Found:
     )
 
 
-def _specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpec, ...]:
+def specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpec, ...]:
     """Example tensors as specs, first dim dynamic: a factory that returns them says no more than that."""
     if example is None:
         return ()

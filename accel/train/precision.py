@@ -161,7 +161,7 @@ class LossScale:
         if not self.enabled:
             return
         if not finite:
-            self.scale, self.good = max(self.scale / 2, 1.0), 0
+            self.scale, self.good = max(self.scale / 2, 2.0**-20), 0
             return
         self.good += 1
         if self.good == self.interval:
@@ -181,17 +181,24 @@ def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
 
     ``group``: the ranks over which DTensor gradients are sharded; the squares of the shards are summed over it once.
     """
-    whole, sharded = [torch.zeros(())], [torch.zeros(())]
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        is_shard = isinstance(parameter.grad, DTensor)
-        local = parameter.grad.to_local() if is_shard else parameter.grad
-        (sharded if is_shard else whole).append(local.float().pow(2).sum())
-    total = torch.stack([t.to(sharded[-1].device) for t in sharded]).sum()
-    if group is not None and len(sharded) > 1:
-        dist.all_reduce(total, group=group)
-    return (total + torch.stack([t.to(total.device) for t in whole]).sum()).sqrt()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    shards: list[torch.Tensor] = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+    whole = [g for g in gradients if not isinstance(g, DTensor)]
+    total = _squares(whole, gradients[0].device)
+    if shards:
+        sharded = _squares(shards, gradients[0].device)
+        if group is not None:
+            dist.all_reduce(sharded, group=group)
+        total = total + sharded
+    return total.sqrt()
+
+
+def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
 
 
 @torch.no_grad()
