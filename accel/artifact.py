@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accel.errors import ChainBroken, InvalidModel
+from accel.errors import BadInputSpec, ChainBroken, InvalidModel
 from accel.signature import DimRange, Signature, TensorSpec
 
 __all__ = ["Artifact", "DimRange", "Manifest", "Signature", "TensorSpec", "beside", "file_sha256", "manifest_path"]
@@ -49,7 +48,7 @@ def beside(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         yield temporary
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
@@ -125,7 +124,7 @@ class Manifest:
             text = path.read_bytes().decode("utf-8")
             body = json.loads(text)
             manifest = cls.from_json(body)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, BadInputSpec) as error:
             raise broken from error
         # The digest covers the values; comparing the text covers white space and escapes as well.
         if body.get("format") != FORMAT:
@@ -173,7 +172,8 @@ class Artifact:
             if compared:
                 worst = max(compared, key=lambda g: g["value"] / g["limit"])
                 cases = len({g["case"] for g in compared})
-                summary = f"{worst['metric']} {worst['value']:.2g} at {worst['case']} (limit {worst['limit']:g}), {cases} shapes"
+                what = f"{worst['metric']} {worst['value']:.2g} at {worst['case']} (limit {worst['limit']:g})"
+                summary = f"{what}, {cases} shapes"
                 found.append({"stage": record["name"], "passed": True, "worst": worst, "summary": summary})
             elif skipped:
                 found.append({"stage": record["name"], "passed": None, "worst": None, "summary": skipped[0]["note"]})

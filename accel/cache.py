@@ -85,7 +85,7 @@ class StageCache:
         """Rename a finished ``folder`` into place and hand back the artifact in it."""
         (folder / "main").write_text(main)
         with contextlib.suppress(OSError):  # another process may have finished the same stage first: same bytes
-            os.rename(folder, self.entry(key))
+            folder.rename(self.entry(key))
         self._prune(keep=key)
         return Artifact.open(self.entry(key) / main)
 

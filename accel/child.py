@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import operator
 import os
 import signal
 import subprocess
@@ -30,8 +31,8 @@ _PR_SET_PDEATHSIG = 1
 
 def resolve(target: str) -> Callable[..., Any]:
     """The object behind ``module:attribute``."""
-    module, attribute = target.split(":")
-    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    module, attributes = target.split(":")
+    return operator.attrgetter(attributes)(importlib.import_module(module))  # type: ignore[no-any-return]
 
 
 class Child:

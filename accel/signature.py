@@ -35,7 +35,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     if dtype == "string":
         return np.dtype(object)
     if hasattr(ml_dtypes, dtype):
-        return np.dtype(getattr(ml_dtypes, dtype))
+        return np.dtype(getattr(ml_dtypes, dtype))  # type: ignore[no-any-return]
     return np.dtype(dtype)
 
 

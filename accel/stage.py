@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -261,7 +261,7 @@ def _make(
         raise StageFailed(f"stage {stage.name} wrote no output; run it again with --no-cache")
     result = check_contract(stage, src, config, result)
     seconds = time.monotonic() - started
-    results = []
+    results: list[GateResult] = []
     for gate in gates:
         results += gate.check(src, result)
     for failed in (r for r in results if r.passed is False):
@@ -301,14 +301,9 @@ def _set_aside(result: Artifact, out: Path) -> Path:
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(result.path, aside)
-    except OSError:
-        import shutil
-
-        try:
-            shutil.copyfile(result.path, aside)
-        except OSError as error:
-            raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another -o") from error
+        shutil.copyfile(result.path, aside)  # the scratch folder may be on another disk: no rename
+    except OSError as error:
+        raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another -o") from error
     return aside
 
 
@@ -327,7 +322,8 @@ def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Art
         has = properties.get(name)
         if wanted is not None and has is not None and has != wanted and (asked or name not in stage.may_change):
             raise SignatureDrift(f"{where} gave {name} {has} where {wanted} was to be; ask for --{name} {has} instead")
-    dims = {d: r for d, r in src.signature.dims.items() if d in found.dynamic_dims}
+    # The stage may narrow the ranges (an engine's profile); a file's own bytes don't hold them.
+    dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     values = {spec.name: spec.values for spec in src.signature.inputs}
     inputs = tuple(replace(spec, values=values.get(spec.name)) for spec in found.inputs)
     return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)
@@ -350,7 +346,7 @@ def _compare_specs(
         if len(spec.shape) != len(other.shape):
             raise SignatureDrift(f"{where} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
         for dim, now in zip(spec.shape, other.shape, strict=True):
-            # An output dim may be called otherwise (a formula); dynamic has to stay dynamic and fixed has to stay fixed.
+            # An output dim may be called otherwise (a formula); dynamic has to stay dynamic and fixed to stay fixed.
             if isinstance(dim, str) != isinstance(now, str) or (isinstance(dim, int) and dim != now):
                 raise SignatureDrift(f"{where} turned the dim {dim!r} of the {role} {spec.name!r} into {now!r}")
             if role == "input" and dim != now:

@@ -48,10 +48,8 @@ def inspect(model: str | Path | Artifact, *, check: bool = False) -> Inspection:
 
     Raises ``BadSource`` where there is no such model; ``ChainBroken`` with ``check`` where it has no manifest.
     """
-    if check and not isinstance(model, Artifact):
-        artifact = _open_unchecked(Path(model))
-    else:
-        artifact = open_source(model)
+    unchecked = check and not isinstance(model, Artifact)
+    artifact = _open_unchecked(Path(str(model))) if unchecked else open_source(model)
     size = sum(f.stat().st_size for f in artifact.files if f.is_file())
     links = tuple(check_chain(artifact)) if check else ()
     intact = all(link.status != "changed" for link in links) if check else None

@@ -61,7 +61,7 @@ class CandidateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """``artifact``: what was taken, published. ``candidates``: all of them, the source first. ``max_drop``: the budget."""
+    """``artifact``: what was taken, published. ``candidates``: all, the source first. ``max_drop``: the budget."""
 
     artifact: Artifact
     chosen: str
@@ -106,8 +106,8 @@ def optimize(
     ``model``: an ONNX file, an artifact, or a PyTorch source (exported first). ``target``: ``auto`` (whatever this
     machine can run) or a name from ``Target``. ``precision``: only these. ``data``: samples (.npz, or a folder of them)
     for calibration and comparison. ``metric``: ``module:function`` or a function, ``f(outputs, data) -> float``, higher
-    is better, computed on ``eval_data`` (default ``data``). ``max_drop``: how much worse than the source a candidate may
-    be: relative loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``:
+    is better, computed on ``eval_data`` (default ``data``). ``max_drop``: how much worse than the source it may be:
+    relative loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``:
     optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1).
 
@@ -135,7 +135,7 @@ def optimize(
         )
         made, left_out = recipes(src, request)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
-        rows = [_attempt(recipe, src, judge, max_drop, cache, folder) for recipe in made]
+        rows = [_attempt(recipe, src, calibration, judge, max_drop, cache) for recipe in made]
         source = CandidateResult(
             name=SOURCE_NAME,
             target="ort-cpu",
@@ -186,7 +186,7 @@ def _as_onnx(
 
 
 def _attempt(
-    recipe: Recipe, src: Artifact, judge: Judge, max_drop: float, cache: StageCache, folder: Path
+    recipe: Recipe, src: Artifact, data: Path | None, judge: Judge, max_drop: float, cache: StageCache
 ) -> CandidateResult:
     """Make one candidate and judge it. What goes wrong with it is its row's reason, not the end of the run."""
     row = CandidateResult(name=recipe.name, target=recipe.target.name, precision=recipe.precision, recipe=recipe)
@@ -195,7 +195,7 @@ def _attempt(
     try:
         for stage, config, limit in recipe.stages:
             report(f"{recipe.name}: {stage}")
-            gates = [OutputGate(limit=limit)]
+            gates = [OutputGate(limit=limit, data=data)]
             artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
             if gate_runtime(artifact) is not None:
                 last_runnable = artifact
@@ -207,7 +207,7 @@ def _attempt(
     except (UsageError, CannotWrite):
         raise
     except AccelError as error:
-        row.status, row.reason = "rejected", str(error)
+        row.status, row.reason = "rejected", str(error).partition("; the file is set aside")[0]
         return row
     if row.judgement.problem:
         row.status, row.reason = "rejected", row.judgement.problem

@@ -71,7 +71,8 @@ def verify(
     names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
     if names[0] != names[1]:
         raise UsageError(
-            f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; give two forms of one model"
+            f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
+            "give two forms of one model"
         )
     limit = limit if limit is not None else LIMITS[effective_precision(second)]
     found: list[list[Difference]] = []
@@ -79,7 +80,7 @@ def verify(
     problems: list[str] = []
     with open_session(first, gate_runtime(first)) as one, open_session(second, gate_runtime(second)) as two:
         for case, feeds in _feeds(first, second, Path(data) if data else None, samples):
-            report(f"verify: {case}")
+            report("verify")
             found.append(compare(one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))))
             cases.append(case)
     outputs = worst(found)

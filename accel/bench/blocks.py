@@ -7,17 +7,14 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.child import resolve
 from accel.errors import BadFeeds, MissingExtra
-from accel.progress import report
-from accel.runtimes.base import Session, SessionOptions, default_runtime, get_runtime, open_session
+from accel.runtimes.base import Session, default_runtime, get_runtime, open_session
 from accel.signature import Feeds, Signature
-from accel.sources import open_source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,16 +28,17 @@ _WINDOW = 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time. ``model``: an artifact, or anything that ``accel.sources.open_source`` takes.
+    """Something to time.
 
-    ``runtime`` and ``options``: as in ``open_session``; None takes what is recorded with the artifact. ``opener``: the
-    import string of what makes the session from this candidate (for something that accel has no runtime for).
+    ``runtime`` and ``options`` (fields of ``SessionOptions``): as in ``open_session``; what isn't given is taken from
+    the artifact's manifest. ``opener``: the import string of what makes the session from this candidate, for what accel
+    has no runtime for; the artifact then only says what goes in and out.
     """
 
     name: str
-    model: Artifact | str | Path
+    artifact: Artifact
     runtime: str | None = None
-    options: SessionOptions | Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     opener: str = "accel.bench.blocks:open_candidate"
 
 
@@ -64,7 +62,7 @@ class FirstRun:
 
 def open_candidate(candidate: Candidate) -> Session:
     """The session of a candidate. Its library is imported before, see ``BlockRunner.open``."""
-    return open_session(open_source(candidate.model), candidate.runtime, candidate.options)
+    return open_session(candidate.artifact, candidate.runtime, candidate.options)
 
 
 class BlockRunner:
@@ -78,21 +76,17 @@ class BlockRunner:
     def open(self) -> Opened:
         """Open the session. Raises what opening it raises."""
         candidate, runtime = self._candidate, self._candidate.runtime or ""
-        if isinstance(candidate.model, Artifact) and not runtime:
-            runtime = default_runtime(candidate.model).name
-        if runtime and candidate.opener == Candidate.opener:
-            found = get_runtime(runtime)
+        if candidate.opener == Candidate.opener:
+            found = get_runtime(runtime) if runtime else default_runtime(candidate.artifact)
+            runtime = found.name
             if not found.installed:
                 raise MissingExtra(found.module, found.extra or "all-cpu")
             # Importing torch takes seconds and says nothing about the model.
             importlib.import_module(found.session.partition(":")[0])
         opener = resolve(candidate.opener)
-        report(f"bench: loading {candidate.name}")
         start = time.perf_counter_ns()
         self._session = opener(candidate)
         load_ms = (time.perf_counter_ns() - start) / 1e6
-        if not runtime and (artifact := getattr(self._session, "artifact", None)) is not None:
-            runtime = default_runtime(artifact).name
         return Opened(runtime=runtime, signature=self._session.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
@@ -108,7 +102,6 @@ class BlockRunner:
             )
         self._feeds = [cast_feeds(session, one) for one in feeds]
         sizes = [session.signature.check_feeds(one) for one in self._feeds]
-        report(f"bench: first run of {self._candidate.name}")
         start = time.perf_counter_ns()
         first = session.run(self._feeds[0])
         ms = (time.perf_counter_ns() - start) / 1e6
@@ -118,13 +111,10 @@ class BlockRunner:
             outputs.append({name: value.copy() for name, value in session.run(one).items()})
         return FirstRun(outputs=outputs, ms=ms, sizes=sizes)
 
-    def calibrate(self, seconds: float) -> int:
-        """How many passes over the feeds take about ``seconds``, once warm; at least ``MIN_ITERATIONS`` runs."""
-        times = warm_up(self._pass, limit_seconds=max(2.0, 5 * seconds))
-        one = statistics.median(times[-_WINDOW:]) / 1e9
-        fewest = -(-MIN_ITERATIONS // len(self._feeds))
-        most = max(fewest, MAX_ITERATIONS // len(self._feeds))
-        return min(most, max(fewest, round(seconds / one)))
+    def calibrate(self, limit_seconds: float) -> float:
+        """How many seconds a pass over the feeds takes once warm."""
+        times = warm_up(self._pass, limit_seconds=limit_seconds)
+        return statistics.median(times[-_WINDOW:]) / 1e9
 
     def block(self, passes: int, warm_up_seconds: float) -> np.ndarray:
         """Time ``passes`` passes over the feeds, warmed up first: int64[passes * feeds], nanoseconds a run."""
@@ -157,6 +147,13 @@ class BlockRunner:
             run(one)
 
 
+def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
+    """How many passes over ``feeds`` sets of inputs make a block: at least ``MIN_ITERATIONS`` runs."""
+    fewest = -(-MIN_ITERATIONS // feeds)
+    most = max(fewest, MAX_ITERATIONS // feeds)
+    return min(most, max(fewest, round(block_seconds / max(pass_seconds, 1e-9))))
+
+
 def warm_up(
     run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] = time.perf_counter_ns
 ) -> list[int]:
@@ -171,7 +168,7 @@ def warm_up(
         run()
         now = clock()
         times.append(now - start)
-        if is_steady(times) or (len(times) >= 2 and now - begun > limit_seconds * 1e9):
+        if is_steady(times) or now - begun > limit_seconds * 1e9:
             return times
 
 

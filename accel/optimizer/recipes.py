@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.errors import UnknownName, UnsupportedHere
+from accel.errors import MissingExtra, UnknownName, UnsupportedHere
 from accel.runtimes.base import get_runtime
 from accel.stage import StageConfig
 from accel.target import PRECISIONS, TARGETS, Target
 
-# What each stage may change on random inputs (rel_l2), before the user's own budget is asked. The int8 limits are wide:
-# random inputs are nothing like what was calibrated; they are run to find a lost mask or a baked-in batch.
-STAGE_LIMITS = {"simplify": 1e-4, "fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.6, "int8-data": 0.5}
+# What each stage may change (rel_l2), before the user's own budget is asked. int8 is wide: the judge decides there, the
+# gate is to find a lost mask or a baked-in batch.
+STAGE_LIMITS = {"simplify": 1e-4, "fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.5}
 
 # What a GPU is known to run fastest, most likely first: the order of the candidates where nothing can be measured.
 UNMEASURED_ORDER = ("fp16", "int8", "bf16", "fp32")
@@ -23,8 +23,7 @@ UNMEASURED_ORDER = ("fp16", "int8", "bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """``stages``: (stage, config, limit of its gate). ``judged_before``: for what can't run here, the number of stages
-    after which the model still can."""
+    """``stages``: (stage, config, limit of its gate). ``options``: of the session it is measured and judged in."""
 
     name: str
     target: Target
@@ -59,9 +58,15 @@ class Request:
 
 
 def targets_for(name: str) -> tuple[Target, ...]:
-    """The named target, or for ``auto`` all that this machine can run: measurement decides between them."""
+    """The named target, or for ``auto`` all that this machine can run: measurement decides between them.
+
+    Raises ``MissingExtra`` where the toolkit of a named target isn't installed.
+    """
     if name != "auto":
-        return (Target.get(name),)
+        target = Target.get(name)
+        if not get_runtime(target.runtime).installed:
+            raise MissingExtra(get_runtime(target.runtime).module, target.extra or "all-cpu")
+        return (target,)
     return tuple(t for t in TARGETS.values() if get_runtime(t.runtime).runnable())
 
 
@@ -123,7 +128,11 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
     head = _simplify(src)
     if target.kind == "onnx":
         found = [(name, [*head, *steps]) for name, steps in _onnx_variants(src, target, precision, request)]
-        return [Recipe(name=n, target=target, precision=precision, stages=tuple(s), options=options) for n, s in found]
+        return [
+            Recipe(name=n, target=target, precision=precision, stages=tuple(steps), options=options)
+            for n, steps in found
+            if steps or target.runtime != "onnxruntime"  # nothing done to it: that is the source itself
+        ]
     if target.kind == "openvino":
         if precision == "bf16":
             options = options | {"precision": "bf16"}

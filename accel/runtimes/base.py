@@ -46,9 +46,11 @@ class Session(Protocol):
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> Session: ...
+    def __enter__(self) -> Self: ...
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class BaseSession(ABC):
@@ -89,7 +91,7 @@ class BaseSession(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A row of the table. ``session`` is an import string to a ``BaseSession``; ``module`` is what has to be installed."""
+    """A row of the table. ``session``: import string of a ``BaseSession``. ``module``: what has to be installed."""
 
     name: str
     session: str

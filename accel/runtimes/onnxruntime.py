@@ -2,30 +2,158 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+import math
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
+from accel.errors import InvalidModel, MissingExtra, UnsupportedHere
 from accel.runtimes.base import BaseSession, SessionOptions
-from accel.signature import Feeds
+from accel.signature import Feeds, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
 
+_ERROR = 3  # onnxruntime's log severity: nothing below it reaches the terminal
+# Types that numpy knows through ml_dtypes only, and that go in and out as their bits.
+_BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
 
 class OnnxRuntimeSession(BaseSession):
-    """The CPU execution provider."""
+    """The CPU execution provider: ``options.threads`` threads inside an operator, one operator at a time.
 
-    providers = ("CPUExecutionProvider",)
+    Raises ``InvalidModel`` where the file is no model that ONNX Runtime takes, ``UnsupportedHere`` where it has an
+    operator that this build has no kernel for.
+    """
+
+    provider: ClassVar[str] = "CPUExecutionProvider"
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
-        settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 3
-        settings.intra_op_num_threads = options.threads
-        self.session = onnxruntime.InferenceSession(str(artifact.path), settings, providers=list(self.providers))
-        self.outputs = [o.name for o in self.session.get_outputs()]
+        self.session: Any = _open(artifact, options, self.provider)
+        self.outputs = [output.name for output in self.session.get_outputs()]
+        dtypes = [_dtype(value.type) for value in (*self.session.get_inputs(), *self.session.get_outputs())]
+        # Which way to call: the plain one costs the least and knows no bfloat16.
+        self._plain = not set(dtypes) & set(_BY_BITS)
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        return dict(zip(self.outputs, self.session.run(None, dict(feeds)), strict=True))
+        if not self._plain:
+            return self._run_bound(feeds, "cpu")
+        return dict(zip(self.outputs, self.session.run(self.outputs, dict(feeds)), strict=True))
+
+    def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
+        """Inputs copied to ``device``, outputs left there until all are done, then copied back: one copy each way."""
+        binding = self.session.io_binding()
+        held = []  # not every version keeps a reference to what is bound
+        for name, value in feeds.items():
+            held.append(_to_device(value, device))
+            binding.bind_ortvalue_input(name, held[-1])
+        for name in self.outputs:
+            # What numpy can't hold is read by its address, which has to be one of this process.
+            binding.bind_output(name, device if self._plain else "cpu")
+        self.session.run_with_iobinding(binding)
+        if self._plain:
+            return dict(zip(self.outputs, binding.copy_outputs_to_cpu(), strict=True))
+        return dict(zip(self.outputs, map(_to_array, binding.get_outputs()), strict=True))
+
+    def close(self) -> None:
+        """Free the model's memory and end its thread pool."""
+        self.session = None
+
+
+class OnnxRuntimeCudaSession(OnnxRuntimeSession):
+    """The CUDA execution provider, with IO binding. What it has no kernel for runs on the CPU, as ONNX Runtime does.
+
+    Raises ``MissingExtra`` where the installed ONNX Runtime was built without CUDA, ``UnsupportedHere`` where CUDA
+    can't start on this machine; it never runs the whole model on the CPU instead.
+    """
+
+    provider: ClassVar[str] = "CUDAExecutionProvider"
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        if self.provider not in onnxruntime.get_available_providers():
+            raise MissingExtra("onnxruntime with CUDA (onnxruntime-gpu)", "cuda")
+        if hasattr(onnxruntime, "preload_dlls"):
+            onnxruntime.preload_dlls()  # the CUDA libraries that came with pip
+        super().__init__(artifact, options)
+        if self.session.get_providers()[0] != self.provider:
+            raise UnsupportedHere(
+                f"ONNX Runtime could not start CUDA for {artifact.path}; compare its CUDA version with nvidia-smi's"
+            )
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        return self._run_bound(feeds, "cuda")
+
+
+def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = _ERROR
+    settings.intra_op_num_threads = options.threads
+    settings.inter_op_num_threads = 1
+    settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    levels = onnxruntime.GraphOptimizationLevel
+    settings.graph_optimization_level = levels.ORT_ENABLE_ALL if options.optimize_graph else levels.ORT_DISABLE_ALL
+    path = artifact.path
+    if not path.is_file():
+        raise InvalidModel(f"{path} does not exist; check the path")
+    if path.stat().st_size == 0:
+        raise InvalidModel(f"{path} is empty; export it again")
+    try:
+        return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
+    except native.NotImplemented as error:
+        raise UnsupportedHere(
+            f"ONNX Runtime has no kernel that {path} needs ({_reason(error)}); cast or re-export it"
+        ) from error
+    except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
+        raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
+    except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
+        raise InvalidModel(f"ONNX Runtime can't load {path} ({_reason(error)}); export it again") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The runtime's message in one line, without what ours says already: the kind of error and the path."""
+    text = " ".join(str(error).split())
+    text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    text = re.sub(r"^(Load model from .*? failed: ?)?(This is an invalid model\. )?", "", text)
+    return text[:240].rstrip(" .")
+
+
+def _dtype(name: str) -> str:
+    """``tensor(float16)`` as the field name of the dtype."""
+    inner = name.removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}.get(
+        inner, inner
+    )
+
+
+def _to_device(value: np.ndarray, device: str) -> Any:
+    import numpy as np
+
+    value = np.ascontiguousarray(value)
+    if str(value.dtype) in _BY_BITS:
+        import onnx
+
+        bits = value.view(np.uint16 if value.itemsize == 2 else np.uint8)
+        kind = int(onnx.TensorProto.DataType.Value(str(value.dtype).upper().replace("_E", "E")))
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
+    where = "cpu" if value.dtype.kind in "OUS" else device  # strings can't leave it
+    return onnxruntime.OrtValue.ortvalue_from_numpy(value, where, 0)
+
+
+def _to_array(value: Any) -> np.ndarray:
+    """An output on the CPU as numpy; those that numpy() refuses are copied by their bits."""
+    import numpy as np
+
+    dtype = _dtype(value.data_type())
+    if dtype not in _BY_BITS:
+        array: np.ndarray = value.numpy()
+        return array
+    shape = value.shape()
+    kind = numpy_dtype(dtype)
+    # string_at copies: the memory belongs to the runtime and goes with the value.
+    data = ctypes.string_at(value.data_ptr(), math.prod(shape) * kind.itemsize)
+    return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)

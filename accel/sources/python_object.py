@@ -60,7 +60,8 @@ def _import_module(name: str, spec: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise BadSource(
-                f"{spec!r} is no file, folder or importable module; give a path, file.py:factory or package.module:factory"
+                f"{spec!r} is no file, folder or importable module; "
+                "give a path, file.py:factory or package.module:factory"
             ) from error
         raise raised(f"importing {name}", error) from error
     except ValueError as error:

@@ -80,11 +80,8 @@ class NamedModule(torch.nn.Module):
         self.keywords = _by_keyword(module, self.names)
 
     def by_name(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.keywords:
-            result = self.module(**dict(zip(self.names, tensors, strict=True)))
-        else:
-            result = self.module(*tensors)
-        found = flatten(result)
+        named = dict(zip(self.names, tensors, strict=True))
+        found = flatten(self.module(**named) if self.keywords else self.module(*tensors))
         if self.outputs:
             return dict(zip(self.outputs, found.values(), strict=False))
         return found
@@ -93,14 +90,17 @@ class NamedModule(torch.nn.Module):
         return tuple(self.by_name(*tensors).values())
 
 
+def script_parameters(module: torch.jit.ScriptModule) -> list[str]:
+    """Names of what a TorchScript module's ``forward`` takes."""
+    forward: Any = module.forward
+    return [argument.name for argument in forward.schema.arguments[1:]]
+
+
 def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
-        arguments = {a.name for a in module.forward.schema.arguments[1:]}
-        return set(names) <= arguments
+        return set(names) <= set(script_parameters(module))
     parameters = inspect.signature(module.forward).parameters
-    if set(names) <= {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}:
-        return True
-    return False
+    return set(names) <= {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

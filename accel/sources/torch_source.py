@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.declare import Declaration, Dims, Inputs, parse_dims, parse_inputs
 from accel.sources.python_object import load_object, raised
-from accel.sources.torch_call import discover_outputs, flatten
+from accel.sources.torch_call import discover_outputs, flatten, script_parameters
 from accel.sources.weights import load_weights
 
 # Modules that were opened in this process, by the source's sha256: building one twice costs seconds.
@@ -101,7 +102,7 @@ def state_sha256(module: torch.nn.Module) -> str:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()
 
 
@@ -191,7 +192,7 @@ def specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpe
 
 def _forward_parameters(module: torch.nn.Module) -> list[str]:
     if isinstance(module, torch.jit.ScriptModule):
-        return [a.name for a in module.forward.schema.arguments[1:]]
+        return script_parameters(module)
     return [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
 
@@ -215,16 +216,19 @@ def _from_exported_program(path: Path) -> Found:
         raise InvalidModel(
             f"{path} is no exported program ({_reason(error)}); write it with torch.export.save"
         ) from error
-    module = program.module()
     args, kwargs = program.example_inputs or ((), {})
-    named = dict(zip(program.call_spec.in_spec.child(1).context if kwargs else (), kwargs.values(), strict=False))
-    parameters = [n for n in inspect.signature(module.forward).parameters if n not in named]
-    tensors = flatten({**dict(zip(parameters, args, strict=False)), **named})
+    placeholders = [
+        n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
+    ]
+    names = [node.name for node in placeholders[: len(placeholders) - len(kwargs)]] + list(kwargs)
+    tensors = dict(zip(names, [*flatten(args).values(), *kwargs.values()], strict=False))
+    module = _Program(program.module(), tuple(kwargs))
     bounds = {str(symbol): interval for symbol, interval in program.range_constraints.items()}
     placeholders = [
         n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
     ]
-    specs, dims = [], {}
+    specs: list[TensorSpec] = []
+    dims: dict[str, tuple[str, DimRange]] = {}
     for (name, tensor), node in zip(tensors.items(), placeholders, strict=True):
         shape: list[int | str] = []
         for axis, size in enumerate(node.meta["val"].shape):
@@ -242,7 +246,7 @@ def _from_exported_program(path: Path) -> Found:
             shape.append(dim)
         specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
     return Found(
-        module=_evaluating(module),
+        module=module,
         path=path,
         files=(path,),
         inputs=tuple(specs),
@@ -250,10 +254,20 @@ def _from_exported_program(path: Path) -> Found:
     )
 
 
-def _evaluating(module: torch.nn.Module) -> torch.nn.Module:
-    """An exported program's module refuses ``eval()``: its graph already is the one that was exported."""
-    module.eval = lambda: module  # type: ignore[method-assign]
-    return module
+class _Program(torch.nn.Module):
+    """An exported program, called with all tensors in order. It stays in the mode in which it was exported."""
+
+    def __init__(self, module: torch.nn.Module, keywords: tuple[str, ...]) -> None:
+        super().__init__()
+        self.program = module
+        self.keywords = keywords
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        split = len(tensors) - len(self.keywords)
+        return self.program(*tensors[:split], **dict(zip(self.keywords, tensors[split:], strict=True)))
+
+    def train(self, mode: bool = True) -> _Program:  # noqa: ARG002 - its graph is fixed: it refuses eval() and train()
+        return self
 
 
 def _from_torchscript(path: Path) -> Found:
@@ -263,7 +277,9 @@ def _from_torchscript(path: Path) -> Found:
             f"{path} holds weights and no code; name what they belong to: accel export FILE.py:FACTORY --weights {path}"
         )
     try:
-        module = torch.jit.load(str(path), map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that TorchScript is deprecated is no news to who has one
+            module = torch.jit.load(str(path), map_location="cpu")
     except Exception as error:
         raise InvalidModel(f"{path} is no TorchScript file ({_reason(error)}); save it again") from error
     return Found(module=module, path=path, files=(path,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def load_weights(module: torch.nn.Module, path: Path) -> list[Path]:
     if missing or unexpected:
         what = f"lacks {missing[0]!r}" if missing else f"holds {unexpected[0]!r}, which the model doesn't have"
         raise BadSource(
-            f"{path} {what} ({len(missing)} missing, {len(unexpected)} unexpected); give the weights of this factory's model"
+            f"{path} {what} ({len(missing)} missing, {len(unexpected)} unexpected); "
+            "give the weights of this factory's model"
         )
     for name, value in state.items():
         if tuple(value.shape) != tuple(wanted[name].shape):
@@ -73,9 +75,9 @@ def _sharded(index: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
     state: dict[str, torch.Tensor] = {}
     files = [index]
     for name in names:
-        shard = index.with_name(name)
         if Path(name).name != name:
             raise InvalidModel(f"{index} points to {name!r} outside its folder; refused")
+        shard = index.with_name(name)
         if not shard.is_file():
             raise BadSource(f"{index} names the shard {name}, which is not beside it; put it there")
         state |= _safetensors(shard)
@@ -88,7 +90,9 @@ def _sharded(index: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
 
 def _pickled(path: Path) -> dict[str, torch.Tensor]:
     try:
-        body: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of here is refused below
+            body: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadSource(
             f"{path} holds more than weights (or is no PyTorch file) and is not unpickled; "

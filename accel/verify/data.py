@@ -61,6 +61,21 @@ class Dataset:
                 yield {spec.name: part[spec.name][start : start + take] for spec in self.signature.inputs}
                 left -= take
 
+    def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
+        """Samples from ``start`` on (around the end, as often as it takes), cut or repeated along each axis to
+        ``sizes``: real values at a shape that the data may not have."""
+        import numpy as np
+
+        part = self.parts[start % len(self.parts)]
+        feeds = {}
+        for spec in self.signature.inputs:
+            value = part[spec.name]
+            for axis, size in enumerate(spec.resolve(sizes)):
+                first = start if axis == 0 else 0
+                value = np.take(value, np.arange(first, first + size) % value.shape[axis], axis=axis)
+            feeds[spec.name] = np.ascontiguousarray(value)
+        return feeds
+
     def extra(self) -> dict[str, np.ndarray]:
         """Arrays that are no inputs, joined over the parts: labels, reference scores."""
         import numpy as np

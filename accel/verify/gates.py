@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed
 from accel.progress import report
-from accel.runtimes.base import BaseSession, SessionOptions, default_runtime, open_session
+from accel.runtimes.base import BaseSession, Session, default_runtime, open_session
 from accel.stage import GateResult, path_sha256
 from accel.verify.compare import Difference, compare
 from accel.verify.data import Dataset
@@ -19,25 +20,25 @@ from accel.verify.data import Dataset
 if TYPE_CHECKING:
     import numpy as np
 
-# Outputs of reference models, by artifact and feeds: several stages are compared with the same input.
-_references: OrderedDict[tuple[str, str, str, int], dict[str, np.ndarray]] = OrderedDict()
-_REFERENCE_BYTES = 1 << 29
+# Outputs of models by artifact, runtime and feeds: what a stage made is what the next one is compared with.
+_outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
+_OUTPUT_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputGate:
     """Largest relative error ||candidate - reference||₂ / ||reference||₂ of any output, at any shape.
 
-    ``limit`` holds on random inputs at ``signature.cases()``; ``data_limit`` (default: the same) on ``samples`` samples
-    of ``data``. A lossy stage may have a wide limit on random inputs, which are nothing like what it was calibrated on:
-    they are there to find a baked-in batch or a lost mask, and the user's metric has the last word.
+    At every case of ``signature.cases()``: with ``data`` on its samples, cut or repeated to that shape, and on
+    ``samples`` of them as they are; without on random inputs. ``seeds``: how many different inputs the first case runs
+    on, since a branch that depends on the values is only found by other values.
     """
 
     name: str = "outputs"
     limit: float
     data: Path | None = None
-    data_limit: float | None = None
     samples: int = 16
+    seeds: int = 3
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self)
@@ -49,58 +50,59 @@ class OutputGate:
         runtime = gate_runtime(out)
         if runtime is None:
             note = f"{out.kind} can't run on this machine; run accel verify where it can"
-            return [self._result("all", "*", None, None, None, note)]
+            return [self._result("all", None, None, note)]
         results: list[GateResult] = []
-        with (
-            open_session(src, gate_runtime(src), _reference_options()) as reference,
-            open_session(out, runtime) as candidate,
-        ):
-            for case, feeds, limit in self._feeds(src, out):
-                report(f"gate: {case}")
+        with ExitStack() as stack:
+            reference, candidate = Outputs(src, gate_runtime(src), stack), Outputs(out, runtime, stack)
+            feeds_by_case = list(self._feeds(src, out))
+            for index, (case, feeds) in enumerate(feeds_by_case):
+                report("gate", index / len(feeds_by_case))
+                wanted = reference.of(feeds)
                 try:
-                    results += self._compare(reference, candidate, case, feeds, limit)
+                    found = candidate.of(feeds)
                 except AccelError:
                     raise
                 except Exception as error:
                     reason = " ".join(str(error).split())[:200]
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
+                results += [self._result(case, d, d.rel_l2 <= self.limit, d.problem) for d in compare(wanted, found)]
         return results
 
-    def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray], float]]:
-        for index, sizes in enumerate(out.signature.cases()):
-            case = ", ".join(f"{d}={s}" for d, s in sizes.items()) or "its fixed shape"
-            yield case, src.signature.example_inputs(seed=index, **sizes), self.limit
-        if self.data is not None:
-            limit = self.limit if self.data_limit is None else self.data_limit
-            for index, feeds in enumerate(Dataset.load(self.data, src.signature).batches(4, self.samples)):
-                yield f"{self.data.name} batch {index}", feeds, limit
+    def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        dataset = Dataset.load(self.data, src.signature) if self.data else None
 
-    def _compare(
-        self, reference: BaseSession, candidate: BaseSession, case: str, feeds: dict[str, np.ndarray], limit: float
-    ) -> list[GateResult]:
-        wanted = _reference_outputs(reference, case, feeds)
-        found = candidate.run(cast_feeds(candidate, feeds))
-        return [self._result(case, d.output, d, limit, d.rel_l2 <= limit, d.problem) for d in compare(wanted, found)]
+        def feeds(seed: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+            return dataset.shaped(sizes, seed) if dataset else src.signature.example_inputs(seed=seed, **sizes)
 
-    def _result(
-        self, case: str, output: str, found: Difference | None, limit: float | None, passed: bool | None, note: str
-    ) -> GateResult:
+        cases = out.signature.cases()
+        for index, sizes in enumerate(cases):
+            yield _case_name(sizes), feeds(index, sizes)
+        for seed in range(len(cases), len(cases) + self.seeds - 1):
+            yield f"{_case_name(cases[0])} seed {seed}", feeds(seed, cases[0])
+        for index, batch in enumerate(dataset.batches(4, self.samples) if dataset else ()):
+            yield f"{dataset.path.name if dataset else ''} batch {index}", batch
+
+    def _result(self, case: str, found: Difference | None, passed: bool | None, note: str) -> GateResult:
         import math
 
         value = found.rel_l2 if found and math.isfinite(found.rel_l2) else (1e30 if found else None)
         return GateResult(
             gate=self.name,
             case=case,
-            output=output,
+            output=found.output if found else "*",
             metric="rel_l2",
             value=value,
-            limit=limit,
+            limit=self.limit if found else None,
             passed=passed,
             note=note,
         )
 
 
-def cast_feeds(session: BaseSession, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _case_name(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{dim}={size}" for dim, size in sizes.items()) or "its fixed shape"
+
+
+def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same feeds in the dtypes that this session's inputs have (a cast model may take float16)."""
     from accel.signature import numpy_dtype
 
@@ -122,20 +124,38 @@ def gate_runtime(artifact: Artifact) -> str | None:
     return runtime.name if runtime.runnable() else None
 
 
-def _reference_options() -> SessionOptions:
-    return SessionOptions()
+class Outputs:
+    """What an artifact computes; its session is opened when something has to be run that wasn't before."""
+
+    def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
+        self._artifact = artifact
+        self._runtime = runtime
+        self._digest = artifact.digest
+        self._stack = stack
+        self._session: BaseSession | None = None
+
+    def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The outputs for these feeds, which are cast to the artifact's own dtypes."""
+        key = (self._digest, str(self._runtime), _digest(feeds))
+        if key in _outputs:
+            _outputs.move_to_end(key)
+            return _outputs[key]
+        if self._session is None:
+            self._session = self._stack.enter_context(open_session(self._artifact, self._runtime))
+        found = self._session.run(cast_feeds(self._session, feeds))
+        _outputs[key] = found
+        while sum(v.nbytes for kept in _outputs.values() for v in kept.values()) > _OUTPUT_BYTES:
+            _outputs.popitem(last=False)
+        return found
 
 
-def _reference_outputs(session: BaseSession, case: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    dims = str(session.signature.to_json()["dims"])
-    key = (session.artifact.digest, case, dims, sum(int(v.nbytes) for v in feeds.values()))
-    if key not in _references:
-        _references[key] = session.run(cast_feeds(session, feeds))
-        while sum(v.nbytes for outputs in _references.values() for v in outputs.values()) > _REFERENCE_BYTES:
-            _references.popitem(last=False)
-            if not _references:
-                return session.run(cast_feeds(session, feeds))
-    return _references[key]
+def _digest(feeds: Mapping[str, np.ndarray]) -> str:
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name, value in feeds.items():
+        digest.update(name.encode() + value.tobytes())
+    return digest.hexdigest()
 
 
 def worst_result(results: Sequence[GateResult]) -> GateResult | None:

@@ -1,0 +1,140 @@
+"""How fast are they, beside one another?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import KINDS, Artifact, manifest_path
+from accel.bench.blocks import Candidate
+from accel.bench.paired import measure
+from accel.bench.report import BenchReport
+from accel.errors import BadData, BadSource, UnknownName, UsageError
+from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
+from accel.sources import main_file, open_source
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.sources.declare import Dims, Inputs
+
+# Batches of the user's data that are run in turn: enough to average over their contents.
+_DATA_BATCHES = 8
+_NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
+
+Model = str | Path | Artifact
+
+
+def bench(
+    candidates: Sequence[Model],
+    *,
+    against: Model | None = None,
+    also: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    data: str | Path | None = None,
+    rounds: int = 9,
+    block_seconds: float = 0.2,
+    budget_seconds: float = 30.0,
+    threads: int | None = None,
+    seed: int = 0,
+    inputs: Inputs | None = None,
+    weights: Path | None = None,
+    dims: Dims | None = None,
+) -> BenchReport:
+    """Time ``candidates`` beside ``against`` (default: the first of them), each in a process of its own.
+
+    A candidate is an artifact, the folder it is in, an ONNX file from anywhere or a PyTorch source; each runs on the
+    runtime it was chosen with. ``also``: runtimes that PyTorch sources are run with besides eager (``torch-compile``).
+    ``sizes``: of the dynamic dims (default: the most usual ones of ``against``). ``data``: .npz whose first batches are
+    the inputs instead of random ones. ``threads``: the same for all; default: every core this process may use.
+    ``inputs``, ``weights``, ``dims``: of the PyTorch sources, as in ``accel.export``. The rest: see
+    ``accel.bench.paired.measure``.
+
+    Outputs are compared with those of ``against`` before anything is timed. A candidate that can't be compared or run
+    has a row that says why. Raises ``BadSource`` for what can't be found, ``BadData`` where the data doesn't fit.
+
+    >>> report = accel.benchmark(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
+    >>> report.row("out/model.xml (openvino)").speedup                             # doctest: +SKIP
+    """
+    for runtime in also:
+        if "torch" not in get_runtime(runtime).kinds:
+            allowed = ", ".join(name for name, r in RUNTIMES.items() if "torch" in r.kinds)
+            raise UnknownName(f"runtime {runtime} doesn't run PyTorch sources; also takes {allowed}")
+    models = [*([against] if against is not None else []), *candidates]
+    if not models:
+        raise UsageError("there is nothing to time; give an artifact or a source")
+    artifacts = [_open(path, inputs, weights, dims) for model in models for path in _expand(model)]
+    ready: list[Candidate] = []
+    for artifact in artifacts:
+        runtimes = [default_runtime(artifact).name, *(also if artifact.kind == "torch" else ())]
+        for runtime in dict.fromkeys(runtimes):
+            name = _name(artifact, runtime, {c.name for c in ready})
+            ready.append(Candidate(name=name, artifact=artifact, runtime=runtime))
+    if also and not any(a.kind == "torch" for a in artifacts):
+        raise UsageError(f"{also[0]} runs PyTorch sources and none was given; name one with --against")
+    return measure(
+        ready,
+        _feeds(ready[0].artifact, sizes or {}, Path(data) if data else None, seed),
+        rounds=rounds,
+        block_seconds=block_seconds,
+        budget_seconds=budget_seconds,
+        threads=threads,
+        seed=seed,
+    )
+
+
+def _expand(model: Model) -> list[Model]:
+    """A folder without a main file stands for every artifact in it."""
+    if isinstance(model, Artifact) or not Path(model).is_dir() or main_file(Path(model)) is not None:
+        return [model]
+    files = sorted(p for p in Path(model).iterdir() if p.suffix in KINDS and manifest_path(p).is_file())
+    return [*files] or [model]
+
+
+def _open(model: Model, inputs: Inputs | None, weights: Path | None, dims: Dims | None) -> Artifact:
+    if isinstance(model, Artifact):
+        return model
+    path = Path(model)
+    ready = path.suffix in KINDS or (path.is_dir() and main_file(path) is not None)
+    if path.is_dir() and not ready and not (path / "config.json").is_file():
+        raise BadSource(f"{path} holds no artifact; make one with accel optimize -o {path}")
+    # What says what goes into a source has nothing to say to a file that knows.
+    return open_source(path) if ready else open_source(model, inputs=inputs, weights=weights, dims=dims)
+
+
+def _name(artifact: Artifact, runtime: str, taken: set[str]) -> str:
+    """``eager`` and ``torch.compile`` for the first source, ``file (runtime)`` for an artifact; unique."""
+    if artifact.kind == "torch":
+        short = _NAMES.get(runtime, runtime)
+        names = [short, f"{artifact.source.get('spec', artifact.path)} ({short})"]
+    else:
+        path = artifact.path
+        # Every folder of accel optimize has its model.onnx or model.xml: the folder says which one it is.
+        own = f"{path.absolute().parent.name}/{path.name}" if path.stem == "model" else path.name
+        names = [f"{own} ({runtime})", f"{path} ({runtime})"]
+    names += [f"{names[-1]} #{n}" for n in range(2, len(taken) + 3)]
+    return next(name for name in names if name not in taken)
+
+
+def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed: int) -> list[dict[str, np.ndarray]]:
+    signature = artifact.signature
+    if data is None:
+        return [signature.example_inputs(seed=seed, **sizes)]
+    from accel.verify.data import Dataset
+
+    batch_dim = signature.batch_dim
+    if others := [dim for dim in sizes if dim != batch_dim]:
+        raise UsageError(f"the size of {others[0]!r} comes from {data}; give only that of {batch_dim or 'no dim'}")
+    batch = signature.sizes(**sizes)[batch_dim] if batch_dim else 1
+    dataset = Dataset.load(data, signature)
+    whole: list[Any] = [
+        feeds
+        for feeds in dataset.batches(batch, limit=_DATA_BATCHES * batch)
+        if batch_dim is None or signature.check_feeds(feeds)[batch_dim] == batch
+    ]
+    if not whole:
+        raise BadData(
+            f"{data} holds {len(dataset)} samples, less than one batch of {batch}; give more or a smaller batch"
+        )
+    return whole

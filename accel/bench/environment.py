@@ -1,0 +1,82 @@
+"""The machine and the versions that a figure belongs to: without them it says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accel.stage import versions
+
+_PACKAGES = (
+    "numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "openvino", "torch",
+    "tensorrt-cu13", "tensorrt-rtx-cu13-bindings",
+)  # fmt: skip
+# The instructions that decide how fast low precision is on a CPU.
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
+
+
+def available_cores() -> int:
+    """Logical cores that this process may use (a container or taskset may leave it fewer than there are)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
+    """CPU, GPUs, memory, versions and threads, as recorded in every report; with ``date`` also when and how busy the
+    machine was. Nothing that names the machine."""
+    model, features = _cpu()
+    body: dict[str, Any] = {
+        "cpu": model,
+        "cpu_features": features,
+        "cores": available_cores(),
+        "threads": threads,
+        "memory_gb": _memory_gb(),
+        "gpus": _gpus(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "versions": versions(_PACKAGES),
+    }
+    if date:
+        body["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        body["load_average"] = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return body
+
+
+def peak_rss_mb(pid: int) -> float | None:
+    """Largest resident memory of a living process so far, in MiB; None where the system doesn't tell.
+
+    VmHWM and not ``ru_maxrss``: that one is handed down by the process that started it.
+    """
+    kib = _field(Path(f"/proc/{pid}/status"), "VmHWM")
+    return round(int(kib.split()[0]) / 1024, 1) if kib else None
+
+
+def _cpu() -> tuple[str, list[str]]:
+    info = Path("/proc/cpuinfo")
+    name = _field(info, "model name") or platform.processor() or platform.machine()
+    flags = set((_field(info, "flags") or "").split())
+    return name, [f for f in _FEATURES if f in flags]
+
+
+def _memory_gb() -> float | None:
+    kib = _field(Path("/proc/meminfo"), "MemTotal")
+    return round(int(kib.split()[0]) / 1024**2, 1) if kib else None
+
+
+def _gpus() -> list[str]:
+    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [_field(path, "Model") or "NVIDIA GPU" for path in found]
+
+
+def _field(path: Path, name: str) -> str | None:
+    """The first ``name: value`` line of a file of the kernel's; None where there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, colon, value = line.partition(":")
+        if colon and key.strip() == name:
+            return value.strip()
+    return None

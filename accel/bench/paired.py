@@ -1,0 +1,292 @@
+"""The alternating schedule: every candidate in its own process, all of them paused but the one being timed.
+
+Thread pools of inference runtimes go on spinning after a run. Candidates that take turns inside one process, or in
+processes that are left running, slow one another by up to a factor of two, unequally. So each block is run while every
+other process is stopped, in an order shuffled each round, and everything is compared within its round.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accel.bench.blocks import Candidate, FirstRun, Opened, passes_for
+from accel.bench.environment import available_cores, environment, peak_rss_mb
+from accel.bench.report import BenchReport, Row
+from accel.bench.statistics import MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarise
+from accel.bench.statistics import baseline as baseline_of
+from accel.child import Child
+from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
+from accel.progress import report
+from accel.signature import Feeds
+from accel.verify.compare import compare, worst
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["BenchReport", "Candidate", "measure"]
+
+# A block is given this many times what it should take before its process counts as hung.
+_PATIENCE = 50
+_PATIENCE_SECONDS = 120.0
+
+
+class Lane:
+    """A candidate in its own process, and what has been found about it so far. Paused unless inside ``awake``."""
+
+    def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str]) -> None:
+        self.name = name
+        self.candidate = candidate
+        self.child = Child("accel.bench.blocks:BlockRunner", {"candidate": candidate}, env=env)
+        self.opened: Opened | None = None
+        self.pass_seconds = 0.0
+        self.feeds = 1
+        self.rounds: list[np.ndarray] = []
+        self.found: dict[str, Any] = {}  # fields of its row
+        self.error: str | None = None
+
+    def start(self, feeds: Sequence[Feeds]) -> FirstRun:
+        """Load it and run every feed once."""
+        self.feeds = len(feeds)
+        self.opened = self.child.call("open")
+        report(f"bench: first run of {self.name}")
+        first: FirstRun = self.child.call("first_run", feeds=list(feeds))
+        self.found |= {"runtime": self.opened.runtime, "load_ms": self.opened.load_ms, "first_run_ms": first.ms}
+        return first
+
+    def calibrate(self, block_seconds: float) -> None:
+        self.pass_seconds = self.child.call("calibrate", limit_seconds=max(2.0, 5 * block_seconds))
+        self._pause()
+
+    def time_block(self, block_seconds: float) -> None:
+        """Add one block to its rounds, while nothing else runs."""
+        passes = passes_for(block_seconds, self.pass_seconds, self.feeds)
+        self.child.resume()
+        times: np.ndarray = self.child.call(
+            "block",
+            passes=passes,
+            warm_up_seconds=block_seconds / 2,
+            timeout=max(_PATIENCE_SECONDS, _PATIENCE * passes * self.pass_seconds),
+        )
+        self._pause()
+        self.rounds.append(times)
+        # Where something else was running while it was calibrated, its blocks would stay too short.
+        self.pass_seconds = min(self.pass_seconds, float(times.sum()) / 1e9 / passes)
+
+    def _pause(self) -> None:
+        self.child.pause()
+        # The signal is only on its way: a spinning thread may go on for a while into the next one's block.
+        os.waitid(os.P_PID, self.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def fail(self, error: BaseException) -> None:
+        """It leaves the run with this reason; its process goes now, and its memory with it."""
+        self.error = str(error)
+        self.child.kill()
+
+    def measure_memory(self) -> None:
+        self.found["peak_rss_mb"] = peak_rss_mb(self.child.pid)
+
+
+def measure(
+    candidates: Sequence[Candidate],
+    feeds: Feeds | Sequence[Feeds],
+    *,
+    baseline: int | str = 0,
+    rounds: int = 9,
+    block_seconds: float = 0.2,
+    seed: int = 0,
+    threads: int | None = None,
+    budget_seconds: float = 0.0,
+    target_width: float = 0.05,
+) -> BenchReport:
+    """Time ``candidates`` beside ``baseline`` (its index or name), on the same feeds.
+
+    ``feeds``: the baseline's inputs, or several sets of them, each of which every block runs equally often; they are
+    cast to a candidate's own dtypes. Before anything is timed the outputs are compared with the baseline's: a candidate
+    with other outputs, shapes, or a NaN gets a row with ``error`` and is not timed, as does one that fails or crashes.
+
+    In each of ``rounds`` rounds (at least 5) every candidate runs a block of about ``block_seconds`` (at least three
+    runs), warmed up first. The baseline runs in two processes: both together are what the others are compared with,
+    and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
+    ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``threads``: for each
+    candidate whose options don't say; default: all cores this process may use.
+
+    Raises what loading or running the baseline raises: without it there is nothing to compare with. ``UsageError`` for
+    names that are not unique or too few rounds.
+    """
+    sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
+    index = _check(candidates, sets, baseline, rounds, block_seconds)
+    threads = threads or available_cores()
+    # Over what is recorded with an artifact: figures on different numbers of threads say nothing about the models.
+    ready = [replace(c, options={"threads": threads, **c.options}) for c in candidates]
+    machine = environment(threads)
+    # OpenMP for what no session option reaches; no pool of compiler processes, which pausing would not reach.
+    env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    lanes: list[Lane] = []
+    with ExitStack() as stack:
+        chosen = ready[index]
+        # The baseline is loaded first, to compare outputs with, and last, as its twin: what a process gains or loses by
+        # the order of loading (the last tends to be 1% or 2% faster) is evened out, and shows in the noise floor.
+        others = [(c, c.name) for c in ready if c is not chosen]
+        queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
+        reference: FirstRun | None = None
+        for step, (candidate, name) in enumerate(queue):
+            report(f"bench: loading {name}", step / len(queue))
+            lane = Lane(candidate, name, env)
+            stack.enter_context(lane.child)
+            lanes.append(lane)
+            if reference is None:
+                reference = lane.start(sets)
+                lane.found |= {"max_abs_diff": 0.0, "max_rel_diff": 0.0, "cosine": 1.0}
+                lane.calibrate(block_seconds)
+            else:
+                _admit(lane, sets, reference, block_seconds)
+        assert reference is not None
+        twin = lanes[-1]
+        if twin.error is not None:
+            raise ChildCrashed(f"the baseline ran once and failed in a second process: {twin.error}; free some memory")
+        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width)
+        for lane in lanes:
+            if lane.error is None:
+                lane.measure_memory()
+    by_name = {lane.name: lane for lane in lanes[:-1]}
+    return _report(
+        [by_name[c.name] for c in candidates], lanes[0], twin, reference, machine, seed, block_seconds, order
+    )
+
+
+def _check(
+    candidates: Sequence[Candidate], feeds: Sequence[Feeds], baseline: int | str, rounds: int, block_seconds: float
+) -> int:
+    """The index of the baseline."""
+    names = [c.name for c in candidates]
+    if not candidates or not feeds:
+        raise UsageError("there is nothing to time; give at least one candidate and one set of inputs")
+    if len(set(names)) != len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise UsageError(f"two candidates are called {twice!r}; give each its own name")
+    if rounds < MIN_ROUNDS:
+        raise UsageError(f"{rounds} rounds are too few to tell a difference from noise; use at least {MIN_ROUNDS}")
+    if not block_seconds > 0:
+        raise UsageError(f"a block can't take {block_seconds:g} s; use 0.1 to 1")
+    if isinstance(baseline, str):
+        if baseline not in names:
+            raise UnknownName(f"no candidate is called {baseline!r}; the baseline is one of {', '.join(names)}")
+        return names.index(baseline)
+    return range(len(candidates))[baseline]
+
+
+def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_seconds: float) -> None:
+    """Load a candidate and compare its outputs; it leaves with its error where it can't be timed."""
+    try:
+        first = lane.start(feeds)
+        lane.found |= _differences(reference, first)
+        lane.calibrate(block_seconds)
+    except BadFeeds as error:
+        lane.fail(BadFeeds(f"not comparable: {error}"))
+    except (AccelError, OSError) as error:
+        lane.fail(error)
+
+
+def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
+    """The worst of each number over outputs and feeds. ``BadFeeds`` (not comparable) where there is none."""
+    wanted, has = set(reference.outputs[0]), set(first.outputs[0])
+    if wanted != has:
+        raise BadFeeds(f"its outputs are {', '.join(sorted(has))}, those of the baseline {', '.join(sorted(wanted))}")
+    found = worst([compare(a, b) for a, b in zip(reference.outputs, first.outputs, strict=True)])
+    for difference in found.values():
+        if difference.problem:
+            raise BadFeeds(f"output {difference.output!r}: {difference.problem}")
+    return {
+        "max_abs_diff": max(d.max_abs for d in found.values()),
+        "max_rel_diff": max(d.rel_l2 for d in found.values()),
+        "cosine": min(d.cosine for d in found.values()),
+    }
+
+
+def _run_rounds(
+    lanes: Sequence[Lane], rounds: int, block_seconds: float, seed: int, budget_seconds: float, target_width: float
+) -> list[tuple[str, ...]]:
+    """Fill ``lane.rounds``; who ran when."""
+    shuffle = random.Random(seed).shuffle
+    order: list[tuple[str, ...]] = []
+    begun = time.monotonic()
+    while len(order) < rounds or (
+        len(order) < 4 * rounds
+        and time.monotonic() - begun < budget_seconds
+        and not _all_narrow(lanes, seed, target_width)
+    ):
+        report(f"bench: round {len(order) + 1}", min(1.0, len(order) / rounds))
+        turn = [lane for lane in lanes if lane.error is None]
+        shuffle(turn)
+        for lane in turn:
+            try:
+                lane.time_block(block_seconds)
+            except (AccelError, OSError) as error:
+                if lane is lanes[0] or lane is lanes[-1]:
+                    raise
+                lane.fail(error)
+        order.append(tuple(lane.name for lane in turn))
+    return order
+
+
+def _all_narrow(lanes: Sequence[Lane], seed: int, target: float) -> bool:
+    base = baseline_of(round_medians(lanes[0].rounds), round_medians(lanes[-1].rounds), seed=seed)
+    timed = [lane for lane in lanes[1:-1] if lane.error is None]
+    ratios = [speedup(base.medians, round_medians(lane.rounds), seed=seed) for lane in timed]
+    return all(is_narrow(ratio, target) for ratio in (base.itself, *ratios))
+
+
+def _report(
+    lanes: Sequence[Lane],
+    base: Lane,
+    twin: Lane,
+    reference: FirstRun,
+    machine: Mapping[str, Any],
+    seed: int,
+    block_seconds: float,
+    order: Sequence[tuple[str, ...]],
+) -> BenchReport:
+    both = baseline_of(round_medians(base.rounds), round_medians(twin.rounds), seed=seed)
+    rows = []
+    for lane in lanes:
+        if lane.error is not None:
+            rows.append(Row(name=lane.name, error=lane.error, **lane.found))
+            continue
+        # Both processes of the baseline are the baseline.
+        medians = both.medians if lane is base else round_medians(lane.rounds)
+        summary = summarise([*base.rounds, *twin.rounds] if lane is base else lane.rounds)
+        ratio = speedup(both.medians, medians, seed=seed)
+        rows.append(
+            Row(
+                name=lane.name,
+                median_ms=summary.median_ms,
+                p90_ms=summary.p90_ms,
+                p99_ms=summary.p99_ms,
+                mean_ms=summary.mean_ms,
+                iterations=summary.iterations,
+                rounds=len(lane.rounds),
+                round_medians_ms=tuple(medians.tolist()),
+                speedup=ratio.value,
+                ci95=(ratio.low, ratio.high),
+                verdict="baseline" if lane is base else judge(ratio, both.floor),
+                **lane.found,
+            )
+        )
+    return BenchReport(
+        rows=tuple(rows),
+        baseline=base.name,
+        noise_floor=both.floor,
+        twin=both.itself,
+        sizes=reference.sizes[0],
+        environment=machine,
+        seed=seed,
+        block_seconds=block_seconds,
+        order=tuple(order),
+        samples={lane.name: tuple(lane.rounds) for lane in (*lanes, twin)},
+    )

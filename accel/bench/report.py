@@ -1,0 +1,157 @@
+"""What a benchmark found: rows, as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import beside
+from accel.bench.statistics import Ratio, Verdict
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One candidate. Times in ms a run, over all iterations; None where it was not timed (``error`` says why).
+
+    ``speedup``: median over the rounds of the baseline's median / the candidate's; ``ci95``: its interval.
+    ``max_abs_diff``, ``max_rel_diff`` (||difference||₂ / ||reference||₂ of the worst output) and ``cosine`` (of the
+    worst sample): its outputs against the baseline's. ``load_ms``: opening the session. ``first_run_ms``: the first run
+    after that. ``peak_rss_mb``: the most memory its process ever held, in MiB, the library's own included.
+    """
+
+    name: str
+    runtime: str = ""
+    median_ms: float | None = None
+    p90_ms: float | None = None
+    p99_ms: float | None = None
+    mean_ms: float | None = None
+    speedup: float | None = None
+    ci95: tuple[float, float] | None = None
+    verdict: Verdict | None = None
+    max_abs_diff: float | None = None
+    max_rel_diff: float | None = None
+    cosine: float | None = None
+    rounds: int = 0
+    iterations: int = 0
+    round_medians_ms: tuple[float, ...] = ()
+    load_ms: float | None = None
+    first_run_ms: float | None = None
+    peak_rss_mb: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    """``rows`` in the order the candidates were given. ``noise_floor``: the smallest effect that counts, as a fraction;
+    ``twin``: the baseline against itself, where that comes from. ``order``: who was timed when, a list a round.
+
+    ``samples``: nanoseconds of every run, by candidate an array a round; not part of the JSON.
+    """
+
+    rows: tuple[Row, ...]
+    baseline: str
+    noise_floor: float
+    twin: Ratio | None
+    sizes: Mapping[str, int]
+    environment: Mapping[str, Any]
+    seed: int
+    block_seconds: float
+    order: tuple[tuple[str, ...], ...]
+    samples: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
+
+    def row(self, name: str) -> Row:
+        """The row of that candidate; ``KeyError`` where there is none."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def write(self, path: Path) -> None:
+        """The JSON as a file, written beside ``path`` and renamed."""
+        with beside(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only; what is not finite is null."""
+        twin = self.twin and {"ratio": self.twin.value, "ci95": [self.twin.low, self.twin.high]}
+        body = {
+            "results": [asdict(row) for row in self.rows],
+            "baseline": self.baseline,
+            "noise_floor": self.noise_floor,
+            "baseline_against_itself": twin,
+            "sizes": dict(self.sizes),
+            "environment": dict(self.environment),
+            "seed": self.seed,
+            "block_seconds": self.block_seconds,
+            "order": self.order,
+        }
+        return _plain(body)  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        # Six digits are more than any clock has, and keep a committed file readable.
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    return value
+
+
+_COLOURS = {"faster": "green", "slower": "red", "no measurable difference": "yellow"}
+
+
+def table(report: BenchReport) -> Table:
+    """The report for a terminal: a row a candidate, what was held equal above, the noise floor below."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    at = ", ".join(f"{dim} {size}" for dim, size in report.sizes.items()) or "its fixed shape"
+    threads = report.environment.get("threads")
+    made = Table(
+        title=f"{escape(at)}, {threads} threads, {report.environment.get('cpu', '')}",
+        caption=f"noise floor {report.noise_floor:.1%}, from {escape(report.baseline)} against itself",
+        title_justify="left",
+        caption_justify="left",
+    )
+    made.add_column("candidate", overflow="fold")
+    for column in ("median ms", "p90", "p99", "speed-up", "95% interval"):
+        made.add_column(column, justify="right", no_wrap=True)
+    made.add_column("verdict", overflow="fold")
+    for column in ("max abs diff", "load ms", "first run ms", "peak MiB"):
+        made.add_column(column, justify="right", overflow="fold")
+    for row in report.rows:
+        if row.error is not None:
+            verdict = f"[red]{escape(row.error)}[/red]"
+        elif row.verdict in _COLOURS:
+            verdict = f"[{_COLOURS[row.verdict]}]{row.verdict}[/{_COLOURS[row.verdict]}]"
+        else:
+            verdict = row.verdict or ""
+        made.add_row(
+            escape(row.name),
+            *(_number(v) for v in (row.median_ms, row.p90_ms, row.p99_ms)),
+            f"{row.speedup:.2f}x" if row.speedup is not None else "",
+            f"{row.ci95[0]:.2f}..{row.ci95[1]:.2f}" if row.ci95 and row.verdict != "baseline" else "",
+            verdict,
+            f"{row.max_abs_diff:.2g}" if row.max_abs_diff is not None else "",
+            *(_number(v) for v in (row.load_ms, row.first_run_ms)),
+            f"{row.peak_rss_mb:.0f}" if row.peak_rss_mb is not None else "",
+        )
+    return made
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits, never as a power of ten."""
+    if value is None:
+        return ""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f}"

@@ -1,0 +1,85 @@
+"""The whole job on two real models: ``python -m accel.examples.demo FOLDER`` (what ``make demo`` runs).
+
+It prepares the data, then runs the same commands that a user would type, and prints them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from accel.examples import digits, minilm
+
+
+def accel(*words: str, folder: Path) -> None:
+    """Print the command and run it in ``folder``; the demo ends where it fails."""
+    print(f"\n$ accel {shlex.join(words)}", flush=True)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    code = subprocess.run(
+        [sys.executable, "-m", "accel", *words, "--quiet"], cwd=folder, env=env, check=False
+    ).returncode
+    if code:
+        sys.exit(code)
+
+
+def prepare(folder: Path) -> None:
+    """Train the digits net and write the data files."""
+    print("training a convolutional net on scikit-learn's digits ...", flush=True)
+    accuracy = digits.train(folder / "digits.safetensors")
+    print(f"  top-1 {accuracy:.3f} on {digits.TEST_SAMPLES} test images")
+    parts = digits.data()
+    np.savez(folder / "digits_calib.npz", image=parts["train"]["image"][:256])
+    np.savez(folder / "digits_test.npz", **parts["test"])  # type: ignore[arg-type]
+    np.savez(folder / "calib.npz", **minilm.calibration_data())  # type: ignore[arg-type]
+    judged = folder / "judged"
+    judged.mkdir(exist_ok=True)
+    for name, arrays in minilm.evaluation_data().items():
+        np.savez(judged / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+
+
+def main(folder: Path) -> None:
+    """Both models: export, optimize for this machine, build engines, bench against PyTorch, check the chain."""
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
+
+    def run(*words: str) -> None:
+        accel(*words, folder=folder)
+
+    image = ("--metric", "accel.examples.digits:top1", "--eval-data", "digits_test.npz", "--data", "digits_calib.npz")
+    run("export", "accel.examples.digits:model", "--weights", "digits.safetensors", "-o", "digits.onnx")
+    run("optimize", "digits.onnx", *image, "-o", "digits/")
+    run(
+        "optimize",
+        "digits.onnx",
+        *image,
+        "--target",
+        "tensorrt-rtx",
+        "--compute-capability",
+        "8.6",
+        "-o",
+        "digits-rtx/",
+    )
+
+    text = ("--metric", "accel.examples.minilm:similarity", "--eval-data", "judged", "--data", "calib.npz")
+    run("export", "accel.examples.minilm:model", "-o", "minilm.onnx")
+    run("optimize", "minilm.onnx", *text, "-o", "minilm/")
+    run(
+        "optimize", "minilm.onnx", *text, "--target", "tensorrt-rtx", "--compute-capability", "8.6", "-o", "minilm-rtx/"
+    )
+
+    run(
+        "bench", "minilm/", "minilm.onnx", "--against", "accel.examples.minilm:model", "--sizes", "batch=1,sequence=128"
+    )
+    run("inspect", "minilm-rtx/", "--check")
+    print(f"\nall of it took {time.monotonic() - started:.0f} s; the files are in {folder}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("demo"))

@@ -1,0 +1,167 @@
+"""Memory and streams of an NVIDIA GPU, as far as running an engine needs them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import numpy as np
+
+from accel.errors import AccelError, MissingExtra, UnsupportedHere
+
+# Sizes are rounded up to this, which is also the alignment that cudaMalloc gives; no buffer is ever empty, since a
+# tensor without elements needs an address as well.
+GRAIN = 256
+
+
+class CudaFailed(AccelError):
+    """A call of the CUDA runtime failed."""
+
+
+class Cuda(Protocol):
+    """The few calls that are needed, so that tests can count them without a GPU. Addresses and streams are integers."""
+
+    def allocate(self, size: int) -> int: ...
+
+    def free(self, address: int) -> None: ...
+
+    def allocate_host(self, size: int) -> int: ...
+
+    def free_host(self, address: int) -> None: ...
+
+    def to_device(self, target: int, source: int, size: int, stream: int) -> None: ...
+
+    def to_host(self, target: int, source: int, size: int, stream: int) -> None: ...
+
+    def create_stream(self) -> int: ...
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def wait(self, stream: int) -> None: ...
+
+
+class CudaRuntime:
+    """The CUDA runtime on the current device. ``UnsupportedHere`` where there is no GPU or the driver is too old."""
+
+    def __init__(self, extra: str = "tensorrt-rtx") -> None:
+        try:
+            from cuda.bindings import runtime
+        except ImportError as error:
+            raise MissingExtra("cuda-bindings", extra) from error
+        self._cuda: Any = runtime
+        self._kinds: Any = runtime.cudaMemcpyKind
+        self._streams: dict[int, Any] = {}
+        status, count = runtime.cudaGetDeviceCount()
+        if status != runtime.cudaError_t.cudaSuccess or not count:
+            reason = self._text(status) if status != runtime.cudaError_t.cudaSuccess else "no device"
+            raise UnsupportedHere(f"no NVIDIA GPU can be used here ({reason}); run it where nvidia-smi shows one")
+
+    def capability(self) -> str:
+        """Compute capability of the current device, such as ``8.6``."""
+        (device,) = self._call(self._cuda.cudaGetDevice())
+        attributes = self._cuda.cudaDeviceAttr
+        (major,) = self._call(
+            self._cuda.cudaDeviceGetAttribute(attributes.cudaDevAttrComputeCapabilityMajor, device),
+        )
+        (minor,) = self._call(
+            self._cuda.cudaDeviceGetAttribute(attributes.cudaDevAttrComputeCapabilityMinor, device),
+        )
+        return f"{major}.{minor}"
+
+    def allocate(self, size: int) -> int:
+        (address,) = self._call(self._cuda.cudaMalloc(size), size)
+        return int(address)
+
+    def free(self, address: int) -> None:
+        self._call(self._cuda.cudaFree(address))
+
+    def allocate_host(self, size: int) -> int:
+        (address,) = self._call(self._cuda.cudaMallocHost(size), size)
+        return int(address)
+
+    def free_host(self, address: int) -> None:
+        self._call(self._cuda.cudaFreeHost(address))
+
+    def to_device(self, target: int, source: int, size: int, stream: int) -> None:
+        kind = self._kinds.cudaMemcpyHostToDevice
+        self._call(self._cuda.cudaMemcpyAsync(target, source, size, kind, self._streams[stream]))
+
+    def to_host(self, target: int, source: int, size: int, stream: int) -> None:
+        kind = self._kinds.cudaMemcpyDeviceToHost
+        self._call(self._cuda.cudaMemcpyAsync(target, source, size, kind, self._streams[stream]))
+
+    def create_stream(self) -> int:
+        (stream,) = self._call(self._cuda.cudaStreamCreateWithFlags(self._cuda.cudaStreamNonBlocking))
+        self._streams[int(stream)] = stream  # the object owns nothing, but the calls want it back
+        return int(stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call(self._cuda.cudaStreamDestroy(self._streams.pop(stream)))
+
+    def wait(self, stream: int) -> None:
+        self._call(self._cuda.cudaStreamSynchronize(self._streams[stream]))
+
+    def _call(self, answer: tuple[Any, ...], size: int | None = None) -> tuple[Any, ...]:
+        status, *values = answer
+        errors = self._cuda.cudaError_t
+        if status == errors.cudaSuccess:
+            return tuple(values)
+        if status == errors.cudaErrorMemoryAllocation and size is not None:
+            raise CudaFailed(f"the GPU has no {size / 1e6:.0f} MB left; run a smaller batch or close other sessions")
+        raise CudaFailed(f"CUDA failed ({self._text(status)}); see nvidia-smi, and compute-sanitizer where it persists")
+
+    def _text(self, status: Any) -> str:
+        _, text = self._cuda.cudaGetErrorString(status)
+        return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def device_capability() -> str:
+    """Compute capability of the GPU that is here, such as ``8.6``; ``UnsupportedHere`` where there is none."""
+    return CudaRuntime().capability()
+
+
+class DeviceMemory:
+    """A device buffer and a pinned host buffer for each tensor, by name. They grow and never shrink: a session that has
+    seen its largest shape allocates no more."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._device: dict[str, tuple[int, int]] = {}  # address, size
+        self._host: dict[str, tuple[int, int]] = {}
+
+    def device(self, name: str, size: int) -> int:
+        """Address of at least ``size`` bytes on the device. What was in a buffer that has to grow is lost."""
+        return self._grown(self._device, name, size, self._cuda.allocate, self._cuda.free)
+
+    def host(self, name: str, size: int) -> np.ndarray:
+        """``size`` bytes of pinned memory as uint8: only from there is a copy asynchronous."""
+        address = self.host_address(name, size)
+        content = (ctypes.c_uint8 * size).from_address(address)
+        return np.ctypeslib.as_array(content)
+
+    def host_address(self, name: str, size: int) -> int:
+        return self._grown(self._host, name, size, self._cuda.allocate_host, self._cuda.free_host)
+
+    def _grown(self, kept: dict[str, tuple[int, int]], name: str, size: int, allocate: Any, free: Any) -> int:
+        address, has = kept.get(name, (0, 0))
+        if size <= has:
+            return address
+        if has:
+            del kept[name]  # first: should the next line or the allocation fail, nothing is freed twice
+            free(address)
+        room = max(1, -(-size // GRAIN)) * GRAIN
+        address = int(allocate(room))
+        kept[name] = (address, room)
+        return address
+
+    @property
+    def size(self) -> int:
+        """Bytes held on the device."""
+        return sum(size for _, size in self._device.values())
+
+    def close(self) -> None:
+        """Free everything. Doing it again does nothing."""
+        for kept, free in ((self._device, self._cuda.free), (self._host, self._cuda.free_host)):
+            while kept:
+                _, (address, _) = kept.popitem()
+                free(address)

@@ -1,0 +1,255 @@
+"""An ONNX model with the rounding of its own dtypes after every node, on the CPU.
+
+ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them, so that ``sqrt(x * x)`` at x = 300
+gives 300 there and infinity on the hardware that the model is for; bfloat16 it can't run at all. Here the model is
+rewritten into a float32 twin in which each float16 or bfloat16 tensor is cast to its dtype and back, and the twin runs
+with every graph optimisation off. What a node does inside (the sums of a MatMul) stays float32, as it does on tensor
+cores. A model without 16-bit floats runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, numpy_helper
+
+from accel.artifact import Artifact
+from accel.runtimes.base import BaseSession, SessionOptions
+from accel.signature import Feeds, numpy_dtype
+
+LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+
+# Nodes that only move values: their outputs are as rounded as their inputs.
+MOVES = frozenset(
+    {
+        "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
+        "If", "Loop", "MaxPool", "Relu", "Reshape", "Scan", "ScatterElements", "ScatterND", "Slice", "SpaceToDepth",
+        "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+    }
+)  # fmt: skip
+
+# Dtypes that numpy itself has: constants of these can be handed over as arrays.
+_NATIVE = frozenset(
+    {
+        TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32,
+        TensorProto.INT64, TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+        TensorProto.BOOL,
+    }
+)  # fmt: skip
+
+# Integer attributes that name a dtype.
+_DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "precision", "softmax_precision"})
+
+# Larger constants are handed to ONNX Runtime as arrays: a protobuf message ends at 2 GB, and copying them costs time.
+_INLINE_ELEMENTS = 1024
+
+
+class RoundedModel:
+    """A model in memory, loaded to run with real rounding; ``model`` is left as it is.
+
+    ``tensors``: the names of all tensors that nodes of the top-level graph produce, in order, functions inlined.
+    """
+
+    def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
+        self._threads = threads
+        self.twin, self._arrays, self.types = _twin(inlined(model))
+        self.outputs = tuple(value.name for value in self.twin.graph.output)
+        known = set(self.types)
+        self.tensors = tuple(name for node in self.twin.graph.node for name in node.output if name and name in known)
+        self._sessions: dict[tuple[str, ...], Any] = {}
+
+    def run(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """The named tensors (default: the outputs). 16-bit floats come in and go out as float32 that is rounded."""
+        wanted = tuple(names) if names is not None else self.outputs
+        if not wanted:
+            return {}
+        plain = {name: as_float32(value) for name, value in feeds.items()}
+        return dict(zip(wanted, self._session(wanted).run(list(wanted), plain), strict=True))
+
+    def _session(self, wanted: tuple[str, ...]) -> Any:
+        """Asking for an inner tensor makes it an output, which takes a session of its own; the last one is kept."""
+        extra = tuple(name for name in wanted if name not in self.outputs)
+        if extra not in self._sessions:
+            self._sessions = {key: value for key, value in self._sessions.items() if not key}
+            self._sessions[extra] = self._open(extra)
+        return self._sessions[extra]
+
+    def _open(self, extra: tuple[str, ...]) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = self._threads
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if self._arrays:
+            options.add_external_initializers(list(self._arrays), list(self._arrays.values()))
+        own = len(self.twin.graph.output)
+        self.twin.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
+        try:
+            body = self.twin.SerializeToString()
+        finally:
+            del self.twin.graph.output[own:]
+        return onnxruntime.InferenceSession(body, options, providers=["CPUExecutionProvider"])
+
+
+class RoundedSession(BaseSession):
+    """fp16 and bf16 models as the hardware they are for would round them; others as they are, unoptimised."""
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        from accel.sources.onnx_file import read_proto
+
+        super().__init__(artifact, options)
+        self._model = RoundedModel(read_proto(artifact.path, weights=True), threads=options.threads)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that ``run_all`` gives."""
+        return self._model.tensors
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        return self._typed(self._model.run(feeds))
+
+    def run_all(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Every tensor that a node of the top-level graph produces, by name (or only ``names``), in its own dtype."""
+        self.signature.check_feeds(feeds)
+        return self._typed(self._model.run(feeds, self.tensors if names is None else names))
+
+    def _typed(self, found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        def typed(name: str, value: np.ndarray) -> np.ndarray:
+            kind = self._model.types.get(name)
+            return value.astype(_numpy_dtype(kind)) if kind in LOW else value
+
+        return {name: typed(name, value) for name, value in found.items()}
+
+
+def as_float32(value: np.ndarray) -> np.ndarray:
+    """``value``, its 16-bit floats widened (exactly)."""
+    return value.astype(np.float32) if value.dtype in (np.float16, numpy_dtype("bfloat16")) else value
+
+
+def _numpy_dtype(kind: int) -> np.dtype[Any]:
+    return numpy_dtype("float16" if kind == TensorProto.FLOAT16 else "bfloat16")
+
+
+def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` with its local functions inlined."""
+    if not model.functions:
+        return model
+    import onnx.inliner
+
+    flat: onnx.ModelProto = onnx.inliner.inline_local_functions(model)
+    return flat
+
+
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy without the bytes of its larger constants: all that shape inference needs, at any size of model."""
+    light = onnx.ModelProto()
+    light.CopyFrom(model)
+    for tensor in light.graph.initializer:
+        if _elements(tensor) > _INLINE_ELEMENTS:
+            for data in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+                tensor.ClearField(data)
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+    return light
+
+
+def tensor_types(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` without its weights and with what shape inference knows of every tensor in ``value_info``."""
+    light = without_weights(model)
+    found: onnx.ModelProto = onnx.shape_inference.infer_shapes(light, data_prop=True)
+    return found
+
+
+def elem_types(graph: onnx.GraphProto) -> dict[str, int]:
+    """The dtypes of the tensors that a graph declares; ``value_info`` has to be filled."""
+    types = {t.name: int(t.data_type) for t in graph.initializer}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type:
+            types[value.name] = int(value.type.tensor_type.elem_type)
+    return types
+
+
+def _elements(tensor: TensorProto) -> int:
+    count = 1
+    for dim in tensor.dims:
+        count *= int(dim)
+    return count
+
+
+def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
+    """The float32 twin, its larger constants apart (as values of ONNX Runtime), and the dtypes ``model`` declares."""
+    typed = tensor_types(model)
+    types = elem_types(typed.graph)
+    twin = onnx.ModelProto()
+    twin.CopyFrom(typed)
+    _rewrite(twin.graph, {})
+    arrays: dict[str, Any] = {}
+    places = {t.name: t for t in twin.graph.initializer}
+    for tensor in model.graph.initializer:
+        if _elements(tensor) <= _INLINE_ELEMENTS:
+            continue
+        place = places[tensor.name]
+        if tensor.data_type in _NATIVE or tensor.data_type in LOW:
+            value = np.ascontiguousarray(as_float32(numpy_helper.to_array(tensor)))
+            arrays[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(value)
+            place.data_location = TensorProto.EXTERNAL
+            place.external_data.add(key="location", value="given")
+        else:
+            place.CopyFrom(tensor)
+    return twin, arrays, types
+
+
+def _rewrite(graph: onnx.GraphProto, outer: Mapping[str, int]) -> None:
+    """Turn ``graph`` into its float32 twin, in place. ``outer``: dtypes of the tensors around it."""
+    types = {**outer, **elem_types(graph)}
+    for tensor in graph.initializer:
+        _widen(tensor)
+    for value in (*graph.input, *graph.output):
+        if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type in LOW:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    del graph.value_info[:]
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        graph.node.extend(_rounded(node, types))
+
+
+def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.NodeProto]:
+    """``node`` for the twin, and the casts that round its outputs."""
+    target = next((a.i for a in node.attribute if a.name == "to"), 0) if node.op_type == "Cast" else 0
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.TENSOR:
+            _widen(attribute.t)
+        elif attribute.type == onnx.AttributeProto.GRAPH:
+            _rewrite(attribute.g, types)
+        elif attribute.name in _DTYPE_ATTRIBUTES and attribute.i in LOW:
+            attribute.i = TensorProto.FLOAT
+    after: list[onnx.NodeProto] = []
+    for index, name in enumerate(node.output):
+        kind = types.get(name, 0)
+        if not name or kind not in LOW or node.op_type in MOVES or node.op_type == "Constant":
+            continue
+        exact = f"{name}/exact"
+        if target in LOW:  # it rounds by itself
+            node.output[index] = f"{name}/rounded"
+        else:
+            node.output[index] = exact
+            after.append(onnx.helper.make_node("Cast", [exact], [f"{name}/rounded"], to=kind))
+        after.append(onnx.helper.make_node("Cast", [f"{name}/rounded"], [name], to=TensorProto.FLOAT))
+    yield node
+    yield from after
+
+
+def _widen(tensor: TensorProto) -> None:
+    """A 16-bit float tensor becomes float32, in place; one whose bytes were left out changes its dtype only."""
+    if tensor.data_type not in LOW:
+        return
+    bare = not (tensor.raw_data or tensor.int32_data)
+    if bare:
+        tensor.data_type = TensorProto.FLOAT
+        return
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))

@@ -1,0 +1,132 @@
+"""OpenVINO on the CPU."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, InvalidModel, MissingExtra, UnknownName, UnsupportedHere
+from accel.runtimes.base import BaseSession, SessionOptions
+from accel.signature import Feeds, numpy_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Said in words each time: left alone, OpenVINO computes float32 models in bfloat16 on CPUs that have it.
+_HINTS = {"fp32": "f32", "bf16": "bf16"}
+_CAPABILITY = {"bf16": "BF16"}
+# Types of numpy that OpenVINO's Python knows only by their bits.
+_BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
+
+
+class OpenVinoFailed(AccelError):
+    """OpenVINO could not run inputs that fit the signature."""
+
+
+class OpenVinoSession(BaseSession):
+    """One infer request of a model compiled for latency. ``options.precision`` is what float32 is computed in.
+
+    Raises ``MissingExtra``, ``InvalidModel`` where the IR is missing, truncated or corrupt, ``UnsupportedHere`` where
+    the CPU has no bfloat16 and it was asked for.
+    """
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        super().__init__(artifact, options)
+        try:
+            import openvino
+        except ImportError as error:
+            raise MissingExtra("openvino", "openvino") from error
+        self._ov: Any = openvino
+        core = openvino.Core()
+        settings = _settings(options, core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+        path = artifact.path
+        for file in (path, path.with_suffix(".bin")):
+            if not file.is_file():
+                raise InvalidModel(f"{file} does not exist; an IR is two files, put both in one folder")
+        try:
+            model = core.compile_model(str(path), "CPU", settings)
+        except RuntimeError as error:
+            raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
+        self._request: Any = model.create_infer_request()
+        self._model: Any = model
+        self._inputs = self._placed(model.inputs, [spec.name for spec in artifact.signature.inputs])
+        self._outputs = self._placed(model.outputs, [spec.name for spec in artifact.signature.outputs])
+        self._types = {name: model.inputs[index].get_element_type() for name, index in self._inputs.items()}
+        self._dtypes = {spec.name: numpy_dtype(spec.dtype) for spec in artifact.signature.outputs}
+        self._by_bits = {s.name: _BY_BITS[s.dtype] for s in artifact.signature.inputs if s.dtype in _BY_BITS}
+        self._held: list[Any] = []
+
+    def _placed(self, ports: list[Any], names: list[str]) -> dict[str, int]:
+        """Index of the port of each name: by index OpenVINO searches no names when it runs."""
+        index = {name: i for i, port in enumerate(ports) for name in port.get_names()}
+        if missing := [name for name in names if name not in index]:
+            has = ", ".join(sorted(index))
+            raise InvalidModel(f"{self.artifact.path} has no {missing[0]!r}, it has {has}; convert the model again")
+        return {name: index[name] for name in names}
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        request = self._request
+        if request is None:
+            raise OpenVinoFailed(f"the session of {self.artifact.path} is closed; load it again")
+        # The request reads the arrays where they are: they have to live as long as it may look at them.
+        held = [self._tensor(name, feeds[name]) for name in self._inputs]
+        try:
+            for index, (tensor, _) in zip(self._inputs.values(), held, strict=True):
+                request.set_input_tensor(index, tensor)
+            request.infer(None)
+        except RuntimeError as error:
+            sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            raise OpenVinoFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}") from error
+        self._held = held
+        return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
+
+    def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
+        """The input as a tensor over the same memory, and the array that owns the memory."""
+        if value.dtype.kind in "OUS":
+            return self._ov.Tensor(value.astype(np.str_)), value
+        if not value.flags.c_contiguous:
+            value = value.copy(order="C")  # ascontiguousarray would give a scalar a dim
+        if name in self._by_bits:
+            return self._ov.Tensor(value.view(self._by_bits[name]), list(value.shape), self._types[name]), value
+        return self._ov.Tensor(value, shared_memory=True), value
+
+    def _array(self, tensor: Any, name: str) -> np.ndarray:
+        """A copy: the next run overwrites the tensor."""
+        dtype = self._dtypes[name]
+        if dtype.kind == "O":
+            strings: np.ndarray = np.asarray(tensor.str_data, dtype=object)
+            return strings
+        found: np.ndarray = tensor.data
+        return found.copy() if found.dtype == dtype else found.copy().view(dtype)
+
+    def close(self) -> None:
+        """Free the model and end its threads."""
+        self._held = []
+        self._request = self._model = None
+
+
+def reason(error: BaseException) -> str:
+    """OpenVINO's own words without the source lines of its C++."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [re.sub(r"^Check '.*?' failed at \S+:\d+:?", "", re.sub(r"^Exception from \S+:\d+:?", "", n)) for n in lines]
+    return " ".join(" ".join(said).split())[:300].strip(". ") or type(error).__name__
+
+
+def _settings(options: SessionOptions, capabilities: list[str]) -> Mapping[str, Any]:
+    if options.precision not in _HINTS:
+        raise UnknownName(
+            f"OpenVINO computes in {' or '.join(_HINTS)}, not in {options.precision!r}; choose one of them"
+        )
+    needs = _CAPABILITY.get(options.precision)
+    if needs and needs not in capabilities:
+        raise UnsupportedHere(f"this CPU has no {options.precision}; load the model with precision fp32")
+    settings: dict[str, Any] = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": _HINTS[options.precision],
+    }
+    if options.threads:
+        settings["INFERENCE_NUM_THREADS"] = options.threads
+    return settings

@@ -1,0 +1,290 @@
+"""TensorRT and TensorRT-RTX engines on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, BadFeeds, InvalidModel, UnsupportedHere
+from accel.runtimes.base import BaseSession, SessionOptions
+from accel.runtimes.cuda_memory import CudaRuntime, DeviceMemory
+from accel.runtimes.tensorrt_toolkit import Log, engine_problem, load_toolkit, make_logger
+from accel.signature import DimRange, Feeds, Signature, numpy_dtype
+
+if TYPE_CHECKING:
+    from accel.runtimes.cuda_memory import Cuda
+
+Shape = tuple[int, ...]
+# The smallest, the most usual and the largest shape of each input.
+Profile = Mapping[str, tuple[Shape, Shape, Shape]]
+
+
+class EngineFailed(AccelError):
+    """An engine could not be set up or run on the GPU."""
+
+
+class TensorRTSession(BaseSession):
+    """One execution context on one stream of the current device.
+
+    Inputs go through pinned memory to device buffers that only grow; the optimization profile is the first that holds
+    the shapes of the feeds. Raises ``UnsupportedHere`` where the engine was built by another version or for another
+    GPU, ``InvalidModel`` where the file is not the one its manifest describes, ``BadFeeds`` for sizes off all profiles.
+    """
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        super().__init__(artifact, options)
+        toolkit = str(artifact.properties.get("toolkit", "tensorrt-rtx"))
+        self._trt = load_toolkit(toolkit)
+        cuda = CudaRuntime(toolkit)
+        check_fit(artifact, str(self._trt.__version__), cuda.capability())
+        check_bytes(artifact)
+        self._log = Log()
+        self._logger = make_logger(self._trt, self._log)
+        self._runtime = self._trt.Runtime(self._logger)
+        self._engine = self._deserialized(artifact.path)
+        self._context = self._engine.create_execution_context()
+        if self._context is None:
+            raise EngineFailed(f"no execution context for {artifact.path} ({self._reason()}); free GPU memory")
+        self._cuda: Cuda = cuda
+        self._stream = cuda.create_stream()
+        self._memory = DeviceMemory(cuda)
+        self._inputs = [spec.name for spec in artifact.signature.inputs]
+        self._outputs = {spec.name: numpy_dtype(spec.dtype) for spec in artifact.signature.outputs}
+        self._on_host = {
+            name
+            for name in (*self._inputs, *self._outputs)
+            if self._engine.get_tensor_location(name) == self._trt.TensorLocation.HOST
+        }
+        self._profiles = read_profiles(self._engine, self._inputs)
+        self._profile = 0
+        self._shapes: dict[str, Shape] = {}
+        self._allocators: dict[str, Any] = {}
+        self.artifact = replace(artifact, signature=ranged(artifact.signature, self._profiles))
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        if self._context is None:
+            raise EngineFailed(f"the session of {self.artifact.path} is closed; load it again")
+        self._log.errors.clear()
+        shapes = {name: tuple(feeds[name].shape) for name in self._inputs}
+        self._choose(shapes)
+        for name in self._inputs:
+            self._send(name, feeds[name])
+        known = self._place_outputs()
+        if not self._context.execute_async_v3(self._stream):
+            raise EngineFailed(f"{self.artifact.path} failed on the GPU: {self._reason()}")
+        self._cuda.wait(self._stream)  # sizes that depend on the data are known only now
+        return self._receive(known)
+
+    def _choose(self, shapes: dict[str, Shape]) -> None:
+        """Make the profile and the input shapes those of this run."""
+        index = choose_profile(self._profiles, shapes)
+        if index is None:
+            raise BadFeeds(off_profile(self._profiles, shapes))
+        if index != self._profile:
+            if not self._context.set_optimization_profile_async(index, self._stream):
+                raise EngineFailed(f"can't switch to optimization profile {index}: {self._reason()}")
+            self._cuda.wait(self._stream)
+            self._profile, self._shapes = index, {}
+        for name, shape in shapes.items():
+            if self._shapes.get(name) != shape:
+                if not self._context.set_input_shape(name, shape):
+                    raise EngineFailed(f"{self.artifact.path} refuses {name!r} {list(shape)}: {self._reason()}")
+                self._shapes[name] = shape
+
+    def _send(self, name: str, value: np.ndarray) -> None:
+        flat = np.ascontiguousarray(value).reshape(-1)
+        staging = self._memory.host(name, flat.nbytes)
+        staging[...] = flat.view(np.uint8)
+        if name in self._on_host:
+            self._context.set_tensor_address(name, self._memory.host_address(name, flat.nbytes))
+            return
+        address = self._memory.device(name, flat.nbytes)
+        self._context.set_tensor_address(name, address)
+        if flat.nbytes:
+            self._cuda.to_device(address, self._memory.host_address(name, flat.nbytes), flat.nbytes, self._stream)
+
+    def _place_outputs(self) -> dict[str, Shape]:
+        """A buffer for each output; the shapes of those that are known before the run."""
+        known: dict[str, Shape] = {}
+        for name, dtype in self._outputs.items():
+            shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
+            if any(size < 0 for size in shape):
+                self._context.set_output_allocator(name, self._allocator(name))
+                continue
+            known[name] = shape
+            size = math.prod(shape) * dtype.itemsize
+            on_host = name in self._on_host
+            address = self._memory.host_address(name, size) if on_host else self._memory.device(name, size)
+            self._context.set_tensor_address(name, address)
+        return known
+
+    def _allocator(self, name: str) -> Any:
+        if name not in self._allocators:
+            self._allocators[name] = make_output_allocator(self._trt, self._memory.device)
+        return self._allocators[name]
+
+    def _receive(self, known: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+        """All outputs as arrays of their own: the next run overwrites the buffers."""
+        results = {}
+        for name, dtype in self._outputs.items():
+            shape = known[name] if name in known else self._allocators[name].shapes[name]
+            results[name] = np.empty(shape, dtype)
+            size = results[name].nbytes
+            if size and name not in self._on_host:
+                self._cuda.to_host(
+                    self._memory.host_address(name, size), self._memory.device(name, size), size, self._stream
+                )
+        self._cuda.wait(self._stream)
+        for name, value in results.items():
+            value.reshape(-1).view(np.uint8)[...] = self._memory.host(name, value.nbytes)
+        return results
+
+    def _deserialized(self, path: Path) -> Any:
+        data = path.read_bytes()
+        if problem := engine_problem(self._trt, self._log, self._runtime, data):
+            raise UnsupportedHere(f"{path} can't run here: {problem}; build it again with: {rebuild(self.artifact)}")
+        engine = self._runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            raise InvalidModel(f"{path} can't be loaded ({self._reason()}); build it again: {rebuild(self.artifact)}")
+        return engine
+
+    def _reason(self) -> str:
+        return " ".join(self._log.errors[0].split())[:300] if self._log.errors else "TensorRT gives no reason"
+
+    def close(self) -> None:
+        """Free the context, the engine, the buffers and the stream. Doing it again does nothing."""
+        if self._context is None:
+            return
+        self._cuda.wait(self._stream)
+        self._context = self._engine = self._runtime = None  # in this order: each uses the next
+        self._allocators.clear()
+        self._memory.close()
+        self._cuda.destroy_stream(self._stream)
+
+    def __del__(self) -> None:
+        if getattr(self, "_stream", None) is not None and hasattr(self, "_memory"):
+            with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
+                self.close()
+
+
+def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
+    """What TensorRT asks for memory of an output whose size depends on the data; ``shapes`` is what came of it."""
+
+    class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IOutputAllocator.__init__(self)
+            self.shapes: dict[str, Shape] = {}
+
+        # Called by position: what is not needed here has no name of its own.
+        def reallocate_output(self, tensor_name: str, _memory: int, size: int, _alignment: int) -> int:
+            return device(tensor_name, size)
+
+        def reallocate_output_async(
+            self, tensor_name: str, _memory: int, size: int, _alignment: int, _stream: int
+        ) -> int:
+            return device(tensor_name, size)
+
+        def notify_shape(self, tensor_name: str, shape: Sequence[int]) -> None:
+            self.shapes[tensor_name] = tuple(int(size) for size in shape)
+
+    return OutputAllocator()
+
+
+def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
+    """The engine's own profiles, in their order."""
+
+    def ends(name: str, index: int) -> tuple[Shape, Shape, Shape]:
+        low, opt, high = (tuple(int(d) for d in shape) for shape in engine.get_tensor_profile_shape(name, index))
+        return low, opt, high
+
+    return [{name: ends(name, index) for name in inputs} for index in range(engine.num_optimization_profiles)]
+
+
+def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int | None:
+    """The first profile that holds these shapes; 0 for an engine without profiles, None where none does."""
+
+    def holds(profile: Profile) -> bool:
+        return all(
+            len(shape) == len(profile[name][0])
+            and all(
+                low <= size <= high for low, size, high in zip(profile[name][0], shape, profile[name][2], strict=True)
+            )
+            for name, shape in shapes.items()
+            if name in profile
+        )
+
+    if not profiles:
+        return 0
+    return next((index for index, profile in enumerate(profiles) if holds(profile)), None)
+
+
+def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str:
+    """The message for feeds that no profile holds."""
+
+    def text(shape: Shape) -> str:
+        return "x".join(map(str, shape))
+
+    asked = ", ".join(f"{name} {text(shape)}" for name, shape in shapes.items())
+    built = " or ".join(
+        ", ".join(f"{name} {text(low)} to {text(high)}" for name, (low, _, high) in p.items()) for p in profiles
+    )
+    return f"{asked} is off the engine's optimization profiles ({built}); pad or split it, or build with --profile"
+
+
+def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
+    """``signature`` with its dims as far as the profiles go."""
+    found: dict[str, DimRange] = {}
+    for profile in profiles:
+        for spec in signature.inputs:
+            low, opt, high = profile[spec.name]
+            for axis, dim in enumerate(spec.shape):
+                if isinstance(dim, str):
+                    known = found.get(dim) or DimRange(low[axis], opt[axis], high[axis])
+                    found[dim] = DimRange(min(known.min, low[axis]), known.opt, max(known.max, high[axis]))
+    return signature.with_dims(found) if found else signature
+
+
+def check_fit(artifact: Artifact, version: str, capability: str) -> None:
+    """``UnsupportedHere`` where the sidecar says that the engine is for another toolkit version or another GPU."""
+    built = artifact.properties.get("toolkit_version")
+    if built is not None and built != version:
+        raise UnsupportedHere(
+            f"{artifact.path} was built by {artifact.properties.get('toolkit')} {built}, here is {version}; build it "
+            f"again with: {rebuild(artifact)}"
+        )
+    capabilities = artifact.properties.get("compute_capabilities") or [capability]
+    if capability not in capabilities:
+        raise UnsupportedHere(
+            f"{artifact.path} was built for compute capability {', '.join(capabilities)}, this GPU has {capability}; "
+            f"build it again with: {rebuild(artifact, capability)}"
+        )
+
+
+def check_bytes(artifact: Artifact) -> None:
+    """``InvalidModel`` where the file is not the one the manifest describes: a damaged engine can crash the process."""
+    if artifact.manifest is not None and artifact.hashes() != dict(artifact.manifest.files):
+        raise InvalidModel(
+            f"{artifact.path} is not the file its manifest describes (its sha256 differs); build it again with: "
+            f"{rebuild(artifact)}"
+        )
+
+
+def rebuild(artifact: Artifact, capability: str | None = None) -> str:
+    """The command that makes this engine again, for ``capability`` where it is given."""
+    properties = artifact.properties
+    words = ["accel", "optimize", str(artifact.source.get("spec", "MODEL.onnx"))]
+    words += ["--target", str(properties.get("toolkit", "tensorrt-rtx"))]
+    words += ["--precision", str(properties.get("precision", "fp32"))]
+    for profile in properties.get("profiles", ()):
+        for name, ends in profile.items():
+            words += ["--profile", f"{name}={','.join('x'.join(map(str, shape)) for shape in ends)}"]
+    for found in [capability] if capability else properties.get("compute_capabilities", ()):
+        words += ["--compute-capability", found]
+    return " ".join([*words, "-o", str(artifact.path.parent)])

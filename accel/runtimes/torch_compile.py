@@ -1,0 +1,110 @@
+"""PyTorch compiled by its own compiler: what a user gets from one line, and so the second thing to compare with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+
+from accel.artifact import Artifact
+from accel.errors import BuildFailed, UnsupportedHere
+from accel.progress import report
+from accel.runtimes.base import SessionOptions
+from accel.runtimes.torch_eager import TorchSession
+from accel.signature import Feeds
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Modules that were compiled in this process: torch keeps the code and compiles nothing the second time.
+_compiled: WeakSet[torch.nn.Module] = WeakSet()
+
+
+class TorchCompileSession(TorchSession):
+    """A module behind ``torch.compile`` with its default settings, in eval mode on the CPU.
+
+    The first run compiles (seconds to minutes), and so does the first at a new shape until torch has seen that a dim
+    varies. What can't be compiled is an error, never a quiet run in eager: ``BuildFailed`` with torch's reason,
+    ``UnsupportedHere`` where there is no C++ compiler or nothing to compile. ``graph_breaks`` counts the places where
+    torch left the compiled code for Python, as it does by design.
+    """
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            raise UnsupportedHere(
+                f"torch.compile needs the C++ compiler {compiler}, which is not on the PATH; "
+                "install it, point CXX to another, or use the runtime torch"
+            )
+        super().__init__(artifact, options)
+        self._original = self.module.module
+        if isinstance(self._original, torch.jit.ScriptModule):
+            raise UnsupportedHere(
+                f"torch.compile can't compile the TorchScript in {artifact.path}; use the runtime torch"
+            )
+        # None: static at first, dynamic in the dims that are seen to vary.
+        dynamic = None if artifact.signature.dims else False
+        with _torch_warns_of_itself():
+            compiled: Any = torch.compile(self._original, dynamic=dynamic)
+        self.module.module = compiled
+        self.graph_breaks = 0
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        shapes = tuple(feeds[spec.name].shape for spec in self.signature.inputs)
+        if shapes not in self._shapes:
+            outputs = self._compile(feeds)
+            self._shapes.add(shapes)
+            return outputs
+        return super()._run(feeds)
+
+    def _compile(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        """The first run at these shapes, with everything that could go wrong quietly made loud."""
+        from torch._dynamo import config
+        from torch._dynamo.utils import counters
+
+        report("torch.compile: compiling")
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        try:
+            # Past its limit of recompilations torch would run the module in eager, with a line in the log.
+            with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False), _torch_warns_of_itself():
+                outputs = super()._run(feeds)
+        except Exception as error:
+            raise BuildFailed(
+                f"torch.compile failed on {self.artifact.path} ({_reason(error)}); use the runtime torch"
+            ) from error
+        if counters["stats"]["unique_graphs"] == graphs and self._original not in _compiled:
+            raise UnsupportedHere(
+                f"torch.compile found nothing to compile in {self.artifact.path}; use the runtime torch"
+            )
+        _compiled.add(self._original)
+        self.graph_breaks += sum(counters["graph_break"].values()) - breaks
+        if self.graph_breaks:
+            report(f"torch.compile: {self.graph_breaks} graph breaks; the code between the parts runs in Python")
+        return outputs
+
+
+@contextmanager
+def _torch_warns_of_itself() -> Iterator[None]:
+    """Loading torch's compiler sets off deprecation warnings about other parts of torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line (of a C++ compiler, what it wrote), without torch's advice on debugging."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[:1]
+    if "Output:" in lines[:-1]:
+        said.append(lines[lines.index("Output:") + 1])
+    return ": ".join([type(error).__name__, *said])[:300]

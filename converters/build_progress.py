@@ -1,0 +1,35 @@
+"""How far an engine build is, from the phases that TensorRT announces."""
+
+from __future__ import annotations
+
+
+class BuildProgress:
+    """Phases nest, and each says its number of steps when it starts."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps, steps done
+        self._best = 0.0
+
+    def start(self, phase: str, parent: str | None, steps: int) -> None:
+        self._phases[phase] = (parent, max(1, steps), 0)
+
+    def step(self, phase: str, index: int) -> None:
+        """Step ``index`` (from 0) of ``phase`` is done."""
+        if phase in self._phases:
+            parent, steps, _ = self._phases[phase]
+            self._phases[phase] = (parent, steps, min(index + 1, steps))
+
+    def finish(self, phase: str) -> None:
+        self._phases.pop(phase, None)
+
+    @property
+    def fraction(self) -> float:
+        """Never goes back, and is under 1 until the builder has returned."""
+        tops = [name for name, (parent, _, _) in self._phases.items() if parent not in self._phases]
+        self._best = max([self._best, *(self._of(name) for name in tops)])
+        return min(self._best, 0.99)
+
+    def _of(self, phase: str) -> float:
+        _, steps, done = self._phases[phase]
+        inner = [self._of(name) for name, (parent, _, _) in self._phases.items() if parent == phase and name != phase]
+        return min(1.0, (done + max(inner, default=0.0)) / steps)

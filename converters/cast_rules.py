@@ -1,0 +1,168 @@
+"""What has to stay float32 whatever the data: seen in the graph and its constants, before anything runs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from onnx import numpy_helper
+
+from accel.converters.cast_source import FLOAT, Source, largest, to_low
+from accel.errors import UnknownName
+
+# Where a constant beyond the format's range is a mask or a bound, which may be clamped: its meaning is "very low".
+MASKING = frozenset(
+    {
+        "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",
+        "ScatterND", "Sub", "Tile", "Unsqueeze", "Where",
+    }
+)  # fmt: skip
+
+# What a mask goes through before it does its work.
+MASK_FLOW = MASKING | frozenset(
+    {"Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Squeeze", "Transpose"}
+)
+
+# From the place where an epsilon is added to the division that it keeps from zero.
+_EPSILON_FLOW = frozenset(
+    {"Cast", "Expand", "Identity", "Log", "Pow", "Reciprocal", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
+)
+_EPSILON_ENDS = frozenset({"Div", "Mul"})
+
+# Arithmetic on sizes and positions, which has to be exact when it ends in an integer.
+_INDEX_FLOW = frozenset(
+    {
+        "Abs", "Add", "Cast", "Ceil", "Clip", "Concat", "Div", "Expand", "Floor", "Gather", "Identity", "Max", "Min",
+        "Mod", "Mul", "Neg", "Pow", "Range", "Reciprocal", "Reshape", "Round", "Slice", "Split", "Sqrt", "Squeeze",
+        "Sub", "Transpose", "Unsqueeze", "Where",
+    }
+)  # fmt: skip
+
+_QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+
+_INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's uint8 .. int64, uint32, uint64
+
+
+def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
+    """Nodes to keep, by index, and why. ``patterns`` match names of nodes or operators, as a shell would.
+
+    Raises ``UnknownName`` for a pattern that matches nothing.
+    """
+    kept: dict[int, str] = {}
+    for pattern in patterns:
+        found = [i for i, n in enumerate(source.nodes) if _matches(pattern, n.name, n.op_type, *n.output)]
+        if not found:
+            raise UnknownName(f"no node is called {pattern!r} and no operator either; see accel inspect for the names")
+        kept |= dict.fromkeys(found, f"asked for by {pattern!r}")
+    for rule in (_index_arithmetic, _constants):
+        for index, reason in rule(source):
+            kept.setdefault(index, reason)
+    return {index: reason for index, reason in kept.items() if source.castable(index)}
+
+
+def _matches(pattern: str, *names: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
+    """A size rounded to 11 bits is another size: what ends in an integer, or in an input that is always float32."""
+    ends: list[int] = []
+    for index, node in enumerate(source.nodes):
+        if node.op_type == "Cast" and source.is_float(node.input[0]):
+            if source.types.get(node.output[0]) in _INTEGERS:
+                ends.append(index)
+                yield index, "it makes integers"
+        elif source.castable(index) and FLOAT in source.typing(index).inputs.values():
+            for position, kind in source.typing(index).inputs.items():
+                if kind == FLOAT and node.input[position] in source.producer:
+                    ends.append(source.producer[node.input[position]])
+        elif node.op_type in ("Range", "TopK") or (node.op_type == "Resize" and not source.castable(index)):
+            ends += [source.producer[n] for n in node.input if source.is_float(n) and n in source.producer]
+    seen: set[int] = set()
+    while ends:
+        index = ends.pop()
+        if index in seen or source.nodes[index].op_type not in _INDEX_FLOW:
+            continue
+        seen.add(index)
+        yield index, "arithmetic on sizes or positions"
+        ends += [source.producer[n] for n in source.nodes[index].input if source.is_float(n) and n in source.producer]
+
+
+def _constants(source: Source) -> Iterator[tuple[int, str]]:
+    top = largest(source.low)
+    for name, tensor in source.constants.items():
+        users = source.consumers.get(name, [])
+        if not users:
+            continue
+        value = numpy_helper.to_array(tensor)
+        finite = value[np.isfinite(value)]
+        if finite.size == 0:
+            continue
+        if float(np.abs(finite).max()) > top:
+            for index in users:
+                if source.nodes[index].op_type not in MASKING:
+                    yield index, f"its constant {name!r} goes beyond {top:g}"
+        fault = _lost(finite, source.low)
+        if not fault:
+            continue
+        for index in users:
+            if source.nodes[index].op_type in _QUANTIZERS and fault < _SCALE_ERROR:
+                continue
+            yield index, f"its constant {name!r} is too small for the format"
+            for end in _towards_division(source, index):
+                yield end, f"it divides by what the constant {name!r} keeps from zero"
+
+
+# How far a scale may be off (relative): int8 itself is coarser.
+_SCALE_ERROR = 2**-6
+
+
+def _lost(finite: np.ndarray, low: int) -> float:
+    """The relative error (l2) of a constant in the format where it loses more than its rounding; else 0."""
+    import ml_dtypes
+
+    inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
+    norm = float(np.linalg.norm(inside))
+    if norm == 0:
+        return 0.0
+    rounded = to_low(inside.astype(np.float32), low)
+    info = ml_dtypes.finfo(rounded.dtype)
+    error = float(np.linalg.norm(rounded.astype(np.float64) - inside)) / norm
+    if inside.size == 1 and abs(float(inside[0])) < float(info.smallest_normal):
+        return max(error, float(info.eps))
+    return error if error > float(info.eps) else 0.0
+
+
+def _towards_division(source: Source, start: int) -> Iterator[int]:
+    """The nodes that carry an epsilon on from ``start`` to the divisions that need it."""
+    if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
+        return
+    queue, seen = [start], {start}
+    while queue:
+        for name in source.nodes[queue.pop()].output:
+            for user in source.consumers.get(name, []):
+                op = source.nodes[user].op_type
+                if user in seen or op not in _EPSILON_FLOW | _EPSILON_ENDS:
+                    continue
+                seen.add(user)
+                yield user
+                if op in _EPSILON_FLOW:
+                    queue.append(user)
+
+
+def masked_tensors(source: Source) -> set[str]:
+    """Tensors in which "lowest" may stand for a mask: those that a clamped constant flows into."""
+    top = largest(source.low)
+    tainted = {n for n, t in source.constants.items() if _largest(numpy_helper.to_array(t)) > top}
+    for node in source.nodes:
+        filled = node.op_type == "ConstantOfShape" and any(
+            _largest(numpy_helper.to_array(a.t)) > top for a in node.attribute if a.t.data_type == FLOAT
+        )
+        if filled or (node.op_type in MASK_FLOW and not tainted.isdisjoint(node.input)):
+            tainted.update(name for name in node.output if name)
+    return tainted
+
+
+def _largest(value: np.ndarray) -> float:
+    return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))

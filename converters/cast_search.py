@@ -1,0 +1,293 @@
+"""Which nodes have to stay float32 on real values: found by running the retyped model with real rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from accel.converters.cast_graph import Retyped, retype
+from accel.converters.cast_rules import masked_tensors
+from accel.converters.cast_source import FLOAT, FORMATS, Source, largest, to_low
+from accel.errors import StageFailed
+from accel.progress import report
+from accel.runtimes.onnx_rounded import RoundedModel, without_weights
+
+# How far an output may be off (relative l2) before it is asked which node the error comes from, and how much larger
+# than that of its inputs the error of a node's output has to be for the node to be the cause.
+TOLERANCE = {FORMATS["fp16"]: 1e-2, FORMATS["bf16"]: 8e-2}
+_QUANTIZED_TOLERANCE = 0.1  # an int8 model answers a tiny change with a whole step
+_JUMP = 8.0
+
+_ROUNDS = 40
+_CHUNK_BYTES = 1 << 30
+
+# Nodes that square their input inside: GPU kernels compute that in the dtype of the input.
+_SQUARING = frozenset(
+    {
+        "GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization", "LpPool",
+        "MeanVarianceNormalization", "RMSNormalization", "ReduceL2", "ReduceSumSquare",
+    }
+)  # fmt: skip
+_EXPONENTIAL = frozenset({"ReduceLogSumExp"})
+
+Feeds = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor in the retyped model beside float32. ``largest``: of float32's absolute values. ``lost``: how many are
+    finite in float32 and not here. ``error``: relative l2, or for integers the part that differs."""
+
+    largest: float
+    lost: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Searched:
+    """``kept``: nodes that stay float32 and why. ``errors``: relative l2 of each output, the largest of all feeds."""
+
+    retyped: Retyped
+    kept: Mapping[int, str]
+    errors: Mapping[str, float]
+    rounds: int
+
+
+def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, keep_io: bool) -> Searched:
+    """Retype, run, keep what overflowed or went astray, until nothing does.
+
+    Raises ``StageFailed`` where an output has infinities or NaN that float32 has not even so.
+    """
+    reference = RoundedModel(source.model)
+    names = [n for n in reference.tensors if n in source.types]
+    chunks = [list(_chunks(source, names, one)) for one in feeds]
+    masked = masked_tensors(source)
+    kept = dict(kept)
+    for rounds in range(1, _ROUNDS + 1):
+        report(f"measuring in {_label(source)}, round {rounds}: {len(kept)} nodes in float32")
+        retyped = retype(source, kept, keep_io=keep_io)
+        rounded = RoundedModel(retyped.model)
+        errors: dict[str, float] = {}
+        found: dict[int, str] = {}
+        for one, groups in zip(feeds, chunks, strict=True):
+            seen = _compare(reference, rounded, one, groups, masked, source, retyped, set(source.outputs))
+            for name in source.outputs:
+                if name in seen:
+                    errors[name] = max(errors.get(name, 0.0), seen[name].error)
+            culprits = _lossy(source, retyped, seen, masked, kept)
+            if not culprits and _far_off(source, seen):
+                seen = _compare(reference, rounded, one, groups, masked, source, retyped, set(names))
+                culprits = _new(source, kept, _astray(source, retyped, seen))
+            for index, reason in culprits:
+                found.setdefault(index, reason)
+        if not found:
+            return Searched(retyped, kept, errors, rounds)
+        kept |= found
+    raise StageFailed(
+        f"the model still has infinities in {_label(source)} with {len(kept)} nodes in float32; use fp32 or bf16"
+    )
+
+
+def _label(source: Source) -> str:
+    return next(name for name, kind in FORMATS.items() if kind == source.low)
+
+
+def _chunks(source: Source, names: Sequence[str], feeds: Feeds) -> Iterator[list[str]]:
+    """``names`` in groups whose tensors fit into memory at once, at the shapes of ``feeds``."""
+    sizes = _bytes(source, feeds)
+    unknown = max(sizes.values(), default=4)
+    group: list[str] = []
+    used = 0
+    for name in names:
+        size = sizes.get(name, unknown)
+        if group and used + size > _CHUNK_BYTES:
+            yield group
+            group, used = [], 0
+        group.append(name)
+        used += size
+    if group:
+        yield group
+
+
+def _bytes(source: Source, feeds: Feeds) -> dict[str, int]:
+    """The size of each inner tensor whose shape follows from that of the inputs."""
+    light = without_weights(source.model)
+    del light.graph.value_info[:]
+    for value in light.graph.input:
+        if value.name in feeds:
+            for dim, size in zip(value.type.tensor_type.shape.dim, feeds[value.name].shape, strict=True):
+                dim.dim_value = size
+    for value in light.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    shapes = {v.name: v.type.tensor_type.shape for v in (*found.value_info, *found.output)}
+    known = {n: s.dim for n, s in shapes.items() if all(d.HasField("dim_value") for d in s.dim)}
+    return {name: 4 * math.prod(d.dim_value for d in dims) for name, dims in known.items()}
+
+
+def _compare(
+    reference: RoundedModel,
+    rounded: RoundedModel,
+    feeds: Feeds,
+    chunks: Sequence[Sequence[str]],
+    masked: set[str],
+    source: Source,
+    retyped: Retyped,
+    measured: set[str],
+) -> dict[str, Seen]:
+    """What became of each tensor; the error only of those in ``measured``, as it takes longest."""
+    low = retyped.model
+    own = {value.name: value.type.tensor_type.elem_type for value in low.graph.input}
+    given = {n: _rounded_feed(v, own.get(n, FLOAT), source.low) for n, v in feeds.items()}
+    top = largest(source.low)
+    seen = {n: Seen(_top(v), 0, 0.0) for n, v in feeds.items() if source.is_float(n)}
+    for names in chunks:
+        wanted = reference.run(feeds, names)
+        try:
+            found = rounded.run(given, [n for n in names if n in rounded.types])
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise StageFailed(f"the cast model doesn't run ({reason}); name the node with keep_fp32") from error
+        for name, value in found.items():
+            seen[name] = _look(wanted[name], value, top if name in masked else math.inf, name in measured)
+    return seen
+
+
+def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
+    return to_low(value, low).astype(np.float32) if kind == low and value.dtype == np.float32 else value
+
+
+def _top(value: np.ndarray) -> float:
+    return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
+
+
+def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
+    """``clamped``: where float32 is beyond this, a value as low (or as high) as can be is the same mask."""
+    if wanted.shape != found.shape:
+        return Seen(0.0, 0, math.inf)
+    if wanted.dtype.kind != "f":
+        return Seen(0.0, 0, _differing(wanted, found) if measure else 0.0)
+    compared = np.isfinite(wanted)
+    if clamped < math.inf:
+        same = (np.abs(wanted) > clamped) & (np.sign(wanted) == np.sign(found)) & (np.abs(found) >= clamped * 0.99)
+        compared &= ~same
+    lost = int((compared & ~np.isfinite(found)).sum())
+    error = math.inf if lost else 0.0
+    if measure and not lost:
+        error = _relative(np.where(compared, wanted, 0), np.where(compared, found, 0))
+    return Seen(_top(wanted), lost, error)
+
+
+def _differing(wanted: np.ndarray, found: np.ndarray) -> float:
+    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # quantized values: one step is a small error
+        return _relative(wanted, found)
+    return float(np.mean(wanted != found)) if wanted.size else 0.0
+
+
+def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
+    wide = wanted.astype(np.float64)
+    norm = math.sqrt(float(np.square(wide).sum()))
+    apart = math.sqrt(float(np.square(found - wide).sum()))
+    return apart / norm if norm else (0.0 if apart == 0 else math.inf)
+
+
+def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
+    return [(index, reason) for index, reason in found if index not in kept and source.castable(index)]
+
+
+def _lossy(
+    source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
+) -> list[tuple[int, str]]:
+    """Nodes to keep next, the surest reason first: once those are kept, the others may be gone."""
+    found = _new(source, kept, _out_of_range(source, seen, masked))
+    found = found or _new(source, kept, _lost_values(source, retyped, seen))
+    lost = [name for name in source.outputs if name in seen and seen[name].lost]
+    if lost and not found:
+        raise StageFailed(f"the output {lost[0]!r} overflows {_label(source)} itself; keep float32 inputs and outputs")
+    return found
+
+
+def _far_off(source: Source, seen: Mapping[str, Seen]) -> list[str]:
+    """The outputs whose error is more than the rounding of a sound graph makes."""
+    quantized = any(node.op_type == "QuantizeLinear" for node in source.nodes)
+    limit = _QUANTIZED_TOLERANCE if quantized else TOLERANCE[source.low]
+    return [name for name in source.outputs if name in seen and seen[name].error > limit]
+
+
+def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) -> Iterator[tuple[int, str]]:
+    """A tensor that the format can't hold is made and used in float32; so is what is squared inside a node."""
+    top = largest(source.low)
+    for name, tensor in seen.items():
+        if source.is_float(name) and name not in masked and tensor.largest > top:
+            if name in source.producer:
+                yield source.producer[name], f"{name!r} reaches {tensor.largest:.3g}"
+            for user in source.consumers.get(name, []):
+                yield user, f"its input {name!r} reaches {tensor.largest:.3g}"
+    for index, node in enumerate(source.nodes):
+        tensor_in = seen.get(node.input[0]) if node.input else None
+        if tensor_in is None:
+            continue
+        if node.op_type in _SQUARING and tensor_in.largest**2 > top:
+            yield index, f"it squares {node.input[0]!r}, which reaches {tensor_in.largest:.3g}"
+        if node.op_type in _EXPONENTIAL and tensor_in.largest > math.log(top):
+            yield index, f"it takes the exponential of {node.input[0]!r}, which reaches {tensor_in.largest:.3g}"
+
+
+def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
+    """The first nodes that give infinities or NaN; where one is float32 already, those that it reads from."""
+    for index, node in enumerate(source.nodes):
+        out = [n for n in node.output if n in seen and seen[n].lost]
+        if not out or any(n in seen and seen[n].lost for n in node.input):
+            continue
+        reason = f"{out[0]!r} has {seen[out[0]].lost} infinities or NaN that float32 has not"
+        if source.castable(index) and index not in retyped.kept:
+            yield index, reason
+        else:
+            yield from _makers(source, retyped, index, reason)
+
+
+def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterator[tuple[int, str]]:
+    """The nearest nodes above ``index`` that still compute in the format."""
+    queue, visited = [index], {index}
+    while queue:
+        for name in source.nodes[queue.pop()].input:
+            maker = source.producer.get(name)
+            if maker is None or maker in visited or not source.is_float(name):
+                continue
+            visited.add(maker)
+            if source.castable(maker) and maker not in retyped.kept:
+                yield maker, f"further on, {reason}"
+            else:
+                queue.append(maker)
+
+
+def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
+    """Where an output is far off: the nodes whose error is suddenly much larger than that of what they read."""
+    limit = TOLERANCE[source.low]
+    for index in sorted(_above(source, _far_off(source, seen))):
+        node = source.nodes[index]
+        after = max((seen[n].error for n in node.output if n in seen), default=0.0)
+        before = max((seen[n].error for n in node.input if n in seen), default=0.0)
+        if node.op_type == "QuantizeLinear" or before > limit or after <= max(limit, _JUMP * before):
+            continue
+        reason = f"the error grows from {before:.2g} to {after:.2g} in it"
+        if source.castable(index) and index not in retyped.kept:
+            yield index, reason
+        yield from _makers(source, retyped, index, f"in {source.label(index)!r} {reason}")
+
+
+def _above(source: Source, names: Sequence[str]) -> set[int]:
+    """Every node that ``names`` depend on."""
+    queue = [source.producer[n] for n in names if n in source.producer]
+    found: set[int] = set(queue)
+    while queue:
+        for name in source.nodes[queue.pop()].input:
+            maker = source.producer.get(name)
+            if maker is not None and maker not in found:
+                found.add(maker)
+                queue.append(maker)
+    return found

@@ -1,0 +1,157 @@
+"""ONNX to a TensorRT or TensorRT-RTX engine. TensorRT-RTX builds without a GPU; every build runs in a child process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact, Manifest, beside, file_sha256, manifest_path
+from accel.child import run_in_child
+from accel.converters.optimization_profile import OptimizationProfile, default_profile, merged_dims, parse_profiles
+from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra
+from accel.runtimes.tensorrt_toolkit import check_capability, toolkit_runtime
+from accel.signature import Dim, Signature, TensorSpec
+from accel.sources.onnx_file import describe, external_files, read_proto
+from accel.stage import StageConfig
+
+MAX_BUILDER_LEVEL = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFromOnnxConfig(StageConfig):
+    """``toolkit``: ``tensorrt-rtx`` or ``tensorrt``. ``profiles``: ``input_ids=1x8,8x128,64x512`` (min, opt, max) for
+    each dynamic input; an input given again starts the next profile; none: one from the signature's ranges.
+    ``compute_capabilities``: GPUs to build for, such as ``8.6``; none: what the toolkit builds for by itself.
+    ``workspace_bytes``: the most device memory a kernel may use as scratch; None: no limit. ``builder_level``: 0 (quick
+    to build) to 5 (quick to run); None: the toolkit's own. The precision is the graph's: networks are strongly typed.
+    """
+
+    toolkit: str = "tensorrt-rtx"
+    profiles: tuple[str, ...] = ()
+    compute_capabilities: tuple[str, ...] = ()
+    workspace_bytes: int | None = None
+    builder_level: int | None = None
+
+    def __post_init__(self) -> None:
+        toolkit_runtime(self.toolkit)
+        for text in self.compute_capabilities:
+            check_capability(text)
+        if self.workspace_bytes is not None and self.workspace_bytes < 1:
+            raise BadInputSpec(f"workspace_bytes can't be {self.workspace_bytes}; give a number of bytes or None")
+        if self.builder_level is not None and not 0 <= self.builder_level <= MAX_BUILDER_LEVEL:
+            raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
+
+
+class EngineNotBuilt(BuildFailed):
+    """TensorRT refused a node, could not build the network, or died trying."""
+
+
+def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> Artifact:
+    """Build an engine from ``src`` (kind ``onnx``) into ``out``.
+
+    The signature is what the built network has, its dims named as in ``src`` and ranged as in the profiles.
+    ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles. ``notes``: summary, kernels
+    (which ONNX nodes went into which kernel), profiles, warnings. Raises ``MissingExtra``, ``BadInputSpec`` for a
+    profile, ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file, ``EngineNotBuilt`` for
+    the rest.
+    """
+    if not toolkit_runtime(config.toolkit).installed:
+        raise MissingExtra(config.toolkit, config.toolkit)
+    _, declared = describe(src.path)
+    external_files(read_proto(src.path))  # refuses weights outside the model's folder
+    profiles = parse_profiles(config.profiles, src.signature)
+    if not profiles and (profile := default_profile(src.signature)) is not None:
+        profiles = (profile,)
+    built = _build(src.path, config, [profile.to_json() for profile in profiles], out)
+    return Artifact(
+        path=out,
+        kind="engine",
+        signature=_signature(src.signature, built, profiles),
+        properties={
+            "toolkit": config.toolkit,
+            "toolkit_version": built["toolkit_version"],
+            "compute_capabilities": built["compute_capabilities"],
+            "precision": declared["precision"],
+            # Beside the engine, because only a machine with a GPU can read them out of it.
+            "profiles": [profile.to_json() for profile in profiles],
+        },
+        notes={
+            "summary": built["summary"],
+            "kernels": built["kernels"],
+            "profiles": [profile.to_json() for profile in profiles],
+            "warnings": built["warnings"],
+        },
+    )
+
+
+def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    try:
+        with beside(out) as temporary:
+            built: dict[str, Any] = run_in_child(
+                "accel.converters.tensorrt_build:build",
+                model=model,
+                out=temporary,
+                toolkit=config.toolkit,
+                profiles=profiles,
+                capabilities=config.compute_capabilities,
+                workspace_bytes=config.workspace_bytes,
+                builder_level=config.builder_level,
+            )
+    except ChildCrashed as error:
+        raise EngineNotBuilt(
+            f"{config.toolkit} died while building {model.name} ({error}); simplify the model or export it with "
+            "another opset"
+        ) from error
+    except OSError as error:
+        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
+    return built
+
+
+def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[OptimizationProfile]) -> Signature:
+    """What the network takes and gives. A size that TensorRT leaves open until it runs (-1) is what the source says."""
+    known = {spec.name: spec for spec in (*source.inputs, *source.outputs)}
+
+    def spec(row: Mapping[str, Any]) -> TensorSpec:
+        declared = known.get(row["name"])
+        shape: list[Dim] = []
+        for axis, size in enumerate(row["shape"]):
+            same_rank = declared is not None and len(declared.shape) == len(row["shape"])
+            left_open = declared.shape[axis] if declared is not None and same_rank else f"{row['name']}_{axis}"
+            shape.append(left_open if size < 0 else size)
+        return TensorSpec(row["name"], row["dtype"], tuple(shape), declared.values if declared else None)
+
+    def ordered(rows: Sequence[Mapping[str, Any]], like: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        order = {s.name: index for index, s in enumerate(like)}
+        return tuple(spec(row) for row in sorted(rows, key=lambda row: order.get(row["name"], len(order))))
+
+    inputs = ordered(built["inputs"], source.inputs)
+    dynamic = {dim for s in inputs for dim in s.shape if isinstance(dim, str)}
+    dims = {dim: found for dim, found in merged_dims(profiles).items() if dim in dynamic}
+    return Signature(inputs, ordered(built["outputs"], source.outputs), dims)
+
+
+def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
+    """What is wrong with an engine file, in one line; None where nothing is. Needs no GPU.
+
+    The bytes are compared with the sidecar where there is one: only that finds a flipped bit among the weights. Then
+    the toolkit (default: the one the sidecar names, else ``tensorrt-rtx``) looks at header and layout in a child
+    process, which without a GPU is as far as it gets: a truncated or foreign file and a damaged header are found.
+    """
+    if not path.is_file():
+        return f"{path} does not exist; check the path"
+    sidecar = manifest_path(path)
+    if sidecar.is_file():
+        manifest = Manifest.read(sidecar)
+        toolkit = toolkit or manifest.properties.get("toolkit")
+        if manifest.files.get(path.name) != file_sha256(path):
+            return f"{path} is not the file its manifest describes (its sha256 differs); build it again"
+    toolkit = toolkit or "tensorrt-rtx"
+    if not toolkit_runtime(toolkit).installed:
+        raise MissingExtra(toolkit, toolkit)
+    try:
+        problem: str | None = run_in_child("accel.converters.tensorrt_build:check", path=path, toolkit=toolkit)
+    except ChildCrashed as error:
+        problem = f"it crashes the runtime ({error})"
+    return f"{path}: {problem}; build it again" if problem else None

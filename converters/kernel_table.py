@@ -1,0 +1,58 @@
+"""The kernels of an engine, read from the listing that TensorRT logs at the end of a build with detailed verbosity:
+what was fused with what, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+_ROW = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), (?P<rest>.*)$")
+_DTYPE = re.compile(r"Datatype: (\w+)")
+_SOURCE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\[\x1f]|$)")  # one after the other, or with unit separators between
+_FIELD_NAMES = {"float": "float32", "half": "float16"}
+_END = ("I/O Tensors:", "Engine Metadata:", "Bindings:")
+
+
+def parse_layers(listing: str) -> list[dict[str, Any]]:
+    """A row a kernel: ``name``, ``type``, ``inputs`` and ``outputs`` (dtypes, each once) and ``onnx`` (the names of the
+    nodes it came from). Lines that don't look like a kernel are left out."""
+    rows = []
+    for line in listing.splitlines():
+        if line.strip() in _END:
+            break
+        match = _ROW.match(line.strip())
+        if match is None:
+            continue
+        sides = _split_sides(match["rest"])
+        rows.append(
+            {
+                "name": match["name"],
+                "type": match["type"],
+                "inputs": _dtypes(sides[0]),
+                "outputs": _dtypes(sides[1]),
+                "onnx": _SOURCE.findall(match["rest"].partition("Metadata: ")[2].strip()),
+            }
+        )
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts: ``kernels`` in all, by ``types``, by output ``dtypes``; ``fused`` ones hold more than one ONNX node."""
+    return {
+        "kernels": len(rows),
+        "fused": sum(len(row["onnx"]) > 1 for row in rows),
+        "types": dict(sorted(Counter(row["type"] for row in rows).items())),
+        "dtypes": dict(sorted(Counter("+".join(row["outputs"]) or "none" for row in rows).items())),
+    }
+
+
+def _split_sides(rest: str) -> tuple[str, str]:
+    """What stands under Inputs and under Outputs; brackets nest, hence the names that follow them as borders."""
+    inputs = rest.partition("Inputs: ")[2].partition("], Constants: ")[0].partition("], Outputs: ")[0]
+    outputs = rest.partition("Outputs: ")[2].partition("], TacticName: ")[0]
+    return inputs, outputs
+
+
+def _dtypes(side: str) -> list[str]:
+    return sorted({_FIELD_NAMES.get(name.lower(), name.lower()) for name in _DTYPE.findall(side)})

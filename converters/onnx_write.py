@@ -1,0 +1,113 @@
+"""How the stages that make ONNX write it: checked, and with its weights apart where one file can't hold them."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact, beside
+from accel.errors import StageFailed
+from accel.sources.onnx_file import describe_model, one_line
+
+if TYPE_CHECKING:
+    import onnx
+
+# A protobuf message ends at 2 GB; shape inference adds to it what it finds.
+SINGLE_FILE_BYTES = 1_800_000_000
+
+# Smaller tensors stay in the model: shape inference reads some of them.
+_APART_BYTES = 1024
+
+
+def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[str, Any]) -> Artifact:
+    """Write ``model`` to ``out`` and hand back the artifact. ``StageFailed`` where it doesn't pass the checker."""
+    signature, properties = describe_model(model)
+    companions = write_onnx(model, out)
+    fault = check_file(out)
+    if fault:
+        raise StageFailed(f"the ONNX that was made doesn't pass the checker ({fault}); export with another --opset")
+    dims = {dim: sizes for dim, sizes in src.signature.dims.items() if dim in signature.dynamic_dims}
+    return Artifact(
+        path=out,
+        kind="onnx",
+        signature=signature.with_dims(dims),
+        properties=properties,
+        notes=notes,
+        companions=companions,
+    )
+
+
+def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BYTES) -> tuple[str, ...]:
+    """Write ``model``; names of the files beside ``out`` that hold its weights. ``model`` is spent afterwards.
+
+    Over ``limit`` bytes the weights go into one file named by its content, so that two models of one name never
+    mix their weights.
+    """
+    import onnx
+
+    if weight_bytes(model) <= limit:
+        with beside(out) as temporary:
+            onnx.save(model, str(temporary))
+        return ()
+    part = out.with_name(f".{out.stem}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        name = f"{out.stem}.{_weights_apart(model, part)[:16]}.weights"
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = name
+        part.replace(out.with_name(name))
+    finally:
+        part.unlink(missing_ok=True)
+    with beside(out) as temporary:
+        temporary.write_bytes(model.SerializeToString())
+    return (name,)
+
+
+def weight_bytes(model: onnx.ModelProto) -> int:
+    """About the size of the file: nearly all of it is constants."""
+    return sum(int(part.ByteSize()) for part in (*model.graph.initializer, *model.graph.node))
+
+
+def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
+    """Move the bytes of the larger initializers to ``path``; their sha256."""
+    import onnx
+    from onnx import numpy_helper
+
+    digest = hashlib.sha256()
+    offset = 0
+    with path.open("wb") as stream:
+        for tensor in model.graph.initializer:
+            if tensor.ByteSize() < _APART_BYTES or tensor.data_type == onnx.TensorProto.STRING:
+                continue
+            if not tensor.raw_data:
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
+            raw = tensor.raw_data
+            padding = -offset % 4096  # so that the file can be mapped into memory
+            for part in (b"\0" * padding, raw):
+                stream.write(part)
+                digest.update(part)
+            offset += padding
+            tensor.ClearField("raw_data")
+            del tensor.external_data[:]
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in (("location", path.name), ("offset", offset), ("length", len(raw))):
+                tensor.external_data.add(key=key, value=str(value))
+            offset += len(raw)
+    return digest.hexdigest()
+
+
+def check_file(path: Path) -> str | None:
+    """What ``onnx.checker`` has against the file (types and shapes included), in one line; None where it is right."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:
+        # The checker knows no schema of another vendor's operators: those are for the runtime to judge.
+        if "No Op registered" in str(error) or "No opset import" in str(error):
+            return None
+        return one_line(error)
+    return None

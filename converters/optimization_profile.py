@@ -1,0 +1,149 @@
+"""Optimization profiles: the shapes an engine is built for, checked here because TensorRT builds contradictory ones
+without a word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from accel.errors import BadInputSpec
+from accel.signature import DimRange, Signature, TensorSpec
+
+_SHAPE = re.compile(r"^\d+(x\d+)*$")
+_FORM = "write NAME=MIN,OPT,MAX, e.g. input_ids=1x8,8x128,64x512"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputShapes:
+    """The smallest, the most usual and the largest shape of one input."""
+
+    name: str
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.min) == len(self.opt) == len(self.max):
+            raise BadInputSpec(f"profile {self} has shapes of different ranks; give min, opt and max the same rank")
+        for axis, (low, opt, high) in enumerate(zip(self.min, self.opt, self.max, strict=True)):
+            if not 1 <= low <= opt <= high:
+                raise BadInputSpec(
+                    f"profile {self} has {low}, {opt}, {high} at dim {axis}; a profile needs 1 <= min <= opt <= max"
+                )
+
+    def __str__(self) -> str:
+        return f"{self.name}={','.join('x'.join(map(str, shape)) for shape in (self.min, self.opt, self.max))}"
+
+    def range(self, axis: int) -> DimRange:
+        return DimRange(self.min[axis], self.opt[axis], self.max[axis])
+
+    @classmethod
+    def parse(cls, text: str) -> InputShapes:
+        """``input_ids=1x8,8x128,64x512``: min, opt and max of one input."""
+        name, equals, rest = text.strip().rpartition("=")  # a tensor may have = in its name, a shape may not
+        shapes = rest.split(",")
+        if not equals or not name or len(shapes) != 3 or not all(_SHAPE.match(shape) for shape in shapes):
+            raise BadInputSpec(f"can't read the profile {text!r}; {_FORM}")
+        low, opt, high = (tuple(int(size) for size in shape.split("x")) for shape in shapes)
+        return cls(name=name, min=low, opt=opt, max=high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationProfile:
+    """The shapes of all dynamic inputs that belong together, with the range they give to each dynamic dim."""
+
+    inputs: tuple[InputShapes, ...]
+    dims: dict[str, DimRange]
+
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """``{input: [min, opt, max]}``"""
+        return {i.name: [list(i.min), list(i.opt), list(i.max)] for i in self.inputs}
+
+
+def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
+    """``input_ids=1x8,8x128,64x512`` for each input; an input given a second time starts the second profile.
+
+    ``BadInputSpec`` for an unknown or missing input, a wrong rank, a fixed dim of another size, min > opt or opt > max,
+    and inputs that give the same dim different ranges.
+    """
+    groups: list[dict[str, InputShapes]] = []
+    for text in texts:
+        shapes = InputShapes.parse(text)
+        free = next((group for group in groups if shapes.name not in group), None)
+        if free is None:
+            groups.append(free := {})
+        free[shapes.name] = shapes
+    return tuple(checked_profile(tuple(group.values()), signature) for group in groups)
+
+
+def default_profile(signature: Signature) -> OptimizationProfile | None:
+    """The profile that the signature's own ranges make; None for a model without dynamic dims."""
+    if not signature.dims:
+        return None
+    sizes = [{dim: getattr(r, end) for dim, r in signature.dims.items()} for end in ("min", "opt", "max")]
+    inputs = []
+    for spec in signature.inputs:
+        if any(isinstance(dim, str) for dim in spec.shape):
+            low, opt, high = (spec.resolve(at) for at in sizes)
+            inputs.append(InputShapes(name=spec.name, min=low, opt=opt, max=high))
+    return checked_profile(tuple(inputs), signature)
+
+
+def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> OptimizationProfile:
+    """These shapes as a profile of ``signature``; ``BadInputSpec`` where they contradict it or one another."""
+    specs = {spec.name: spec for spec in signature.inputs}
+    dims: dict[str, DimRange] = {}
+    given_by: dict[str, str] = {}
+    for shapes in inputs:
+        if shapes.name not in specs:
+            raise BadInputSpec(f"profile {shapes} names no input of the model; the inputs are {', '.join(specs)}")
+        spec = specs[shapes.name]
+        if len(shapes.min) != len(spec.shape):
+            raise BadInputSpec(
+                f"profile {shapes} has rank {len(shapes.min)}, the model takes {spec}; give {len(spec.shape)} sizes"
+            )
+        for axis, dim in enumerate(spec.shape):
+            found = shapes.range(axis)
+            if isinstance(dim, int):
+                if not found.min == found.max == dim:
+                    raise BadInputSpec(
+                        f"profile {shapes} has {_text(found)} at dim {axis}, which is fixed to {dim} in {spec}; "
+                        f"write {dim} there"
+                    )
+            elif dims.setdefault(dim, found) != found:
+                raise BadInputSpec(
+                    f"the profile gives the dim {dim!r} {_text(dims[dim])} in {given_by[dim]!r} and {_text(found)} in "
+                    f"{shapes.name!r}; give both the same min, opt and max"
+                )
+            else:
+                given_by.setdefault(dim, shapes.name)
+    _all_covered(signature, {shapes.name for shapes in inputs})
+    return OptimizationProfile(inputs=tuple(inputs), dims=dims)
+
+
+def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
+    """How far each dim goes over all profiles; the most usual size is the first profile's."""
+    merged: dict[str, DimRange] = {}
+    for profile in profiles:
+        for dim, found in profile.dims.items():
+            known = merged.get(dim, found)
+            merged[dim] = DimRange(min(known.min, found.min), known.opt, max(known.max, found.max))
+    return merged
+
+
+def _all_covered(signature: Signature, given: set[str]) -> None:
+    def dynamic(spec: TensorSpec) -> bool:
+        return any(isinstance(dim, str) for dim in spec.shape)
+
+    for spec in signature.inputs:
+        if dynamic(spec) and spec.name not in given:
+            example = "x".join("1" if isinstance(dim, str) else str(dim) for dim in spec.shape)
+            raise BadInputSpec(
+                f"the profile has no shapes for the dynamic input {spec.name!r}; "
+                f"add --profile {spec.name}={example},{example},{example} with its own min, opt and max"
+            )
+
+
+def _text(found: DimRange) -> str:
+    return f"{found.min}..{found.opt}..{found.max}"

@@ -1,0 +1,267 @@
+"""float32 ONNX to int8, in the form that the target runs fastest."""
+
+from __future__ import annotations
+
+import fnmatch
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.child import Child
+from accel.errors import AccelError, ChildCrashed, MissingExtra, StageFailed, UnknownName, UnsupportedHere
+from accel.progress import report
+from accel.signature import Signature
+from accel.stage import StageConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+
+CALIBRATIONS = ("minmax", "entropy", "percentile")
+
+# Before opset 13 QuantizeLinear knows no axis, which per-channel scales need.
+_MIN_OPSET = 13
+
+# Random calibration: this many feeds at each shape of the signature.
+_RANDOM_FEEDS = 4
+
+
+class QuantizeFailed(StageFailed):
+    """The model could not be quantized, or nothing in it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way of writing int8. ``runs``: by mode, the function that does it, in a child process."""
+
+    runs: dict[str, str]
+    extra: str | None = None
+    module: str = "onnxruntime"
+
+
+# What each target wants (measured; the wrong one costs up to four times):
+# ort-cpu: uint8 activations with a zero point, int8 weights, QDQ around everything between two convolutions; or
+#     dynamic: activations are quantized as they come, without calibration.
+# openvino: NNCF's choice of where to quantize, which is made for OpenVINO's kernels.
+# tensorrt: int8 on both sides without zero points, before weight products only: the products of attention have to stay
+#     as they are to be fused, and a bias or an output in int32 or int8 is refused or never fused. Cast to fp16 after
+#     this stage, not before: the cast gives the scales the type that the engine's layers have.
+FORMS = {
+    "ort-cpu": Form(
+        runs={
+            "static": "accel.converters.quantize_ort:run_static",
+            "dynamic": "accel.converters.quantize_ort:run_dynamic",
+        }
+    ),
+    "openvino": Form(runs={"static": "accel.converters.quantize_nncf:run_nncf"}, extra="openvino", module="nncf"),
+    "tensorrt": Form(runs={"static": "accel.converters.quantize_ort:run_symmetric"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig(StageConfig):
+    """``form``: ort-cpu, openvino or tensorrt. ``mode``: static, or dynamic (ort-cpu). ``data``: what to calibrate on,
+    ``samples`` of it at most. ``calibration``: minmax, entropy or percentile (``percentile`` of the values are inside).
+    ``ops``: quantize these operators only. ``keep``: nodes to leave in float32, by name or operator, with * and ?."""
+
+    form: str = "ort-cpu"
+    mode: str = "static"
+    data: Path | None = None
+    samples: int = 128
+    calibration: str = "minmax"
+    percentile: float = 99.99
+    per_channel: bool = True
+    ops: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the child process gets: files, the choices of the config, and what was seen in the graph."""
+
+    path: Path
+    out: Path
+    signature: Signature
+    config: QuantizeConfig
+    excluded: tuple[str, ...]
+    transformer: bool
+
+
+def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
+    """int8 as ``config.form`` writes it. Names, dtypes, dynamic dims, opset and IR stay. Without ``data`` a static form
+    is calibrated on random inputs, and ``notes["warning"]`` says so.
+
+    Raises ``QuantizeFailed``; ``UnknownName`` for a form, mode, calibration or pattern that is none;
+    ``UnsupportedHere`` for a model that is not float32 or older than opset 13; ``MissingExtra``; ``BadData``.
+    """
+    from accel.converters.onnx_write import onnx_artifact
+    from accel.sources.onnx_file import read_proto
+
+    form = _form(config)
+    model = read_proto(src.path, weights=True)
+    _check_source(src, model)
+    notes: dict[str, Any] = {"form": config.form, "mode": config.mode}
+    if config.mode == "static":
+        notes |= _calibration_notes(src, config)
+    report(f"quantize for {config.form}")
+    with tempfile.TemporaryDirectory(prefix="quantize-", dir=out.parent) as folder:
+        task = Task(
+            path=Path(folder) / "prepared.onnx",
+            out=Path(folder) / "quantized.onnx",
+            signature=src.signature,
+            config=config,
+            excluded=_prepare(model, config),
+            transformer=_is_transformer(model),
+        )
+        notes |= _run(form, task, model)
+        made = read_proto(task.out, weights=True)
+    _restore_header(read_proto(src.path), made)
+    notes |= _counts(made)
+    if not notes["quantized_weights"]:
+        raise QuantizeFailed(f"nothing in {src.path} could be quantized for {config.form}; use fp32 or fp16 instead")
+    try:
+        return onnx_artifact(src, made, out, notes)
+    except StageFailed as error:
+        raise QuantizeFailed(str(error)) from error
+
+
+def _form(config: QuantizeConfig) -> Form:
+    import importlib.util
+
+    for kind, name, known in (
+        ("form", config.form, FORMS),
+        ("calibration", config.calibration, CALIBRATIONS),
+        ("mode", config.mode, FORMS[config.form].runs if config.form in FORMS else ()),
+    ):
+        if name not in known:
+            raise UnknownName(f"unknown {kind} of quantization {name!r}; use {' or '.join(known)}")
+    form = FORMS[config.form]
+    if form.extra and importlib.util.find_spec(form.module) is None:
+        raise MissingExtra(form.module, form.extra)
+    return form
+
+
+def _check_source(src: Artifact, model: onnx.ModelProto) -> None:
+    from accel.sources.onnx_file import describe_model, opset_of
+
+    precision = describe_model(model)[1]["precision"]
+    if precision == "int8":
+        raise UnsupportedHere(f"{src.path} is quantized already; start from its float32 form")
+    if precision != "fp32":
+        raise UnsupportedHere(f"{src.path} is {precision}; quantize the float32 model, then cast that to {precision}")
+    if opset_of(model) < _MIN_OPSET:
+        raise UnsupportedHere(f"int8 needs opset >= {_MIN_OPSET}, {src.path} has {opset_of(model)}; pass --opset 20")
+
+
+def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
+    from accel.verify.data import Dataset
+
+    found: dict[str, Any] = {"calibration": config.calibration}
+    if config.data is None:
+        found["warning"] = "calibrated on random inputs: the ranges are not those of real data; pass --data"
+        return found
+    count = len(Dataset.load(config.data, src.signature))
+    return found | {"samples": min(count, config.samples)}
+
+
+def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
+    """Give every node a name, make initializers of constant nodes; the names of the nodes to leave alone."""
+    from onnx import AttributeProto
+
+    taken = {node.name for node in model.graph.node}
+    kept: list[str] = []
+    nodes = []
+    for index, node in enumerate(model.graph.node):
+        value = next((a.t for a in node.attribute if a.name == "value" and a.type == AttributeProto.TENSOR), None)
+        if node.op_type == "Constant" and value is not None and not node.domain:
+            tensor = model.graph.initializer.add()
+            tensor.CopyFrom(value)
+            tensor.name = node.output[0]
+            continue
+        nodes.append(node)
+        if not node.name or node.name in kept:
+            node.name = next(n for n in (f"{node.op_type}_{index}", f"{node.op_type}_{index}_") if n not in taken)
+            taken.add(node.name)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    for pattern in config.keep:
+        names = [n.name for n in nodes if any(fnmatch.fnmatchcase(x, pattern) for x in (n.name, n.op_type, *n.output))]
+        if not names:
+            raise UnknownName(f"no node is called {pattern!r} and no operator either; see accel inspect for the names")
+        kept += names
+    return tuple(dict.fromkeys(kept))
+
+
+def _is_transformer(model: onnx.ModelProto) -> bool:
+    """Whether products of two activations feed a softmax, or come out of one."""
+    constants = {t.name for t in model.graph.initializer}
+    ops = {node.op_type for node in model.graph.node}
+    products = (n for n in model.graph.node if n.op_type == "MatMul" and not constants & set(n.input))
+    return "Attention" in ops or ("Softmax" in ops and any(True for _ in products))
+
+
+def _run(form: Form, task: Task, model: onnx.ModelProto) -> dict[str, Any]:
+    """In a child process whose temporary files all go into the folder of the task."""
+    from accel.converters.onnx_write import write_onnx
+
+    write_onnx(model, task.path)
+    environment = {"TMPDIR": str(task.path.parent), "NNCF_CI": "1"}  # NNCF_CI: no telemetry
+    try:
+        with Child(env=environment) as child:
+            found: dict[str, Any] = child.call(form.runs[task.config.mode], task=task)
+    except ChildCrashed as error:
+        raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error
+    except OSError as error:
+        raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); free some space") from error
+    return found
+
+
+def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+    """What the libraries change in passing: the IR, unused operator sets, metadata, the producer."""
+    after.ir_version = before.ir_version
+    after.producer_name, after.producer_version = before.producer_name, before.producer_version
+    used = {node.domain for node in after.graph.node} | {entry.domain for entry in before.opset_import}
+    imports = [entry for entry in after.opset_import if entry.domain in used or entry.domain in ("", "ai.onnx")]
+    del after.opset_import[:]
+    after.opset_import.extend(imports)
+    del after.metadata_props[:]
+    after.metadata_props.extend(before.metadata_props)
+
+
+def _counts(model: onnx.ModelProto) -> dict[str, Any]:
+    from onnx import TensorProto
+
+    ops: dict[str, int] = {}
+    for node in model.graph.node:
+        ops[node.op_type] = ops.get(node.op_type, 0) + 1
+    weights = [t for t in model.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8)]
+    wanted = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
+    counted = {op: ops[op] for op in wanted if op in ops}
+    return {"nodes": counted, "quantized_weights": sum(len(t.dims) >= 2 for t in weights)}
+
+
+def calibration_feeds(task: Task, size: int) -> Iterator[dict[str, np.ndarray]]:
+    """What to calibrate on, ``size`` samples at a time: the data, else random inputs at each shape of the signature."""
+    from accel.verify.data import Dataset
+
+    config, signature = task.config, task.signature
+    if config.data is not None:
+        batches = list(Dataset.load(config.data, signature).batches(size, config.samples))
+    else:
+        cases = [
+            (i, {d: min(s, size) if d == signature.batch_dim else s for d, s in c.items()})
+            for i, c in enumerate(signature.cases())
+        ]
+        batches = [
+            signature.example_inputs(seed=_RANDOM_FEEDS * i + extra, **case)
+            for i, case in cases
+            for extra in range(_RANDOM_FEEDS)
+        ]
+    if not batches:
+        raise AccelError(f"{config.data} holds less than one batch of this model's fixed size; add samples")
+    for done, feeds in enumerate(batches):
+        report(f"calibrating, batch {done + 1} of {len(batches)}", done / len(batches))
+        yield feeds

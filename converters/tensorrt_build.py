@@ -1,0 +1,272 @@
+"""What builds and checks engines, in a child process: native code here can crash, and is given files from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel.converters.build_progress import BuildProgress
+from accel.converters.engine_from_onnx import EngineNotBuilt
+from accel.converters.kernel_table import parse_layers, summary
+from accel.converters.onnx_for_tensorrt import check_onnx
+from accel.errors import UnsupportedHere
+from accel.progress import report
+from accel.runtimes.tensorrt_toolkit import (
+    Log,
+    choose_capabilities,
+    engine_problem,
+    field_dtype,
+    load_toolkit,
+    make_logger,
+    offered_capabilities,
+)
+from accel.sources.onnx_file import one_line
+
+# The parser walks the graph by recursion: some 3500 nodes in a row overflow the usual 8 MB. Only pages that are used
+# take memory; the smaller sizes are for machines that limit address space.
+STACK_MEGABYTES = (1024, 256, 64)
+
+# What the parser's reason means for the user, by a piece of its text; the first that fits.
+FIXES = (
+    ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
+    ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
+    ("Plugin not found", "rewrite it with standard ONNX operators or export with another opset"),
+    ("plugin creator", "rewrite it with standard ONNX operators or export with another opset"),
+    ("of same type", "cast the model again so that all inputs of the node have one type"),
+    ("for Turing", "cast the model to fp16 or build for 8.0 and later"),
+)
+DEFAULT_FIX = "simplify the model or export it with another opset"
+
+
+def build(
+    model: Path,
+    out: Path,
+    toolkit: str,
+    profiles: Sequence[Mapping[str, Sequence[Sequence[int]]]],
+    capabilities: Sequence[str],
+    workspace_bytes: int | None,
+    builder_level: int | None,
+) -> dict[str, Any]:
+    """Build ``model`` into ``out``; what the network has and what became of it, as plain values."""
+
+    def body() -> dict[str, Any]:
+        trt = load_toolkit(toolkit)
+        members = choose_capabilities(toolkit, offered_capabilities(trt), tuple(capabilities))
+        report(f"{toolkit}: checking the model", 0.0)
+        check_onnx(model)
+        log = Log()
+        logger = make_logger(trt, log)
+        builder = _builder(trt, toolkit, logger)
+        network = _parse(trt, builder, logger, model)
+        config = _config(trt, builder, members, workspace_bytes, builder_level)
+        _refuse_shape_inputs(network)
+        for shapes in profiles:
+            _add_profile(builder, config, network, shapes)
+        monitor = _watch(trt, config, toolkit)
+        data = builder.build_serialized_network(network, config)
+        del monitor
+        if data is None:
+            raise EngineNotBuilt(_refused(f"{toolkit} can't build {model.name}", _first_reason(log.errors)))
+        content = bytes(data)
+        if problem := engine_problem(trt, Log(), trt.Runtime(logger), content):
+            raise EngineNotBuilt(f"{toolkit} built an engine of {model.name} that it refuses itself: {problem}")
+        out.write_bytes(content)
+        rows = parse_layers(log.layers)
+        return {
+            "toolkit_version": str(trt.__version__),
+            "compute_capabilities": list(dict.fromkeys(capabilities)) or _capability_here(trt),
+            "inputs": [_tensor(trt, network.get_input(i)) for i in range(network.num_inputs)],
+            "outputs": [_tensor(trt, network.get_output(i)) for i in range(network.num_outputs)],
+            "kernels": rows,
+            "summary": summary(rows),
+            "warnings": [one_line(w) for w in log.warnings[:20]],
+        }
+
+    return with_big_stack(body)
+
+
+def check(path: Path, toolkit: str) -> str | None:
+    """What the toolkit finds wrong with an engine file, without the name of the file; None where nothing."""
+    trt = load_toolkit(toolkit)
+    log = Log()
+    runtime = trt.Runtime(make_logger(trt, log))
+    data = path.read_bytes()
+    if not data:
+        return "it is empty"
+    if problem := engine_problem(trt, log, runtime, data):
+        return problem
+    log.errors.clear()
+    if runtime.deserialize_cuda_engine(data) is not None:
+        return None
+    # Header and layout are read before the first call to CUDA: without a GPU a good file fails there and not earlier.
+    if log.errors and "Cuda Runtime" in log.errors[0]:
+        return None
+    return f"it is corrupt or truncated ({_first_reason(log.errors)})"
+
+
+def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """``body()`` on a thread with the largest stack this machine gives."""
+    answer: list[dict[str, Any]] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answer.append(body())
+        except BaseException as error:
+            failed.append(error)
+
+    context = contextvars.copy_context()  # the progress watcher
+    before = threading.stack_size()
+    for megabytes in STACK_MEGABYTES:
+        threading.stack_size(megabytes << 20)
+        thread = threading.Thread(target=context.run, args=(run,), name="build")
+        with contextlib.suppress(RuntimeError):  # no room for it: try the next smaller one
+            thread.start()
+            break
+    else:
+        raise EngineNotBuilt("no memory for the stack of the builder; free some or raise ulimit -v")
+    threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return answer[0]
+
+
+def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
+    try:
+        builder = trt.Builder(logger)
+    except (TypeError, RuntimeError) as error:  # pybind's words for a factory that gave nothing
+        raise UnsupportedHere(
+            f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or with "
+            "--target tensorrt-rtx"
+        ) from error
+    return builder
+
+
+def _parse(trt: Any, builder: Any, logger: Any, model: Path) -> Any:
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if flag is None else 1 << int(flag))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(model)):
+        errors = [parser.get_error(index) for index in range(parser.num_errors)]
+        named = next((e for e in errors if e.node_operator()), errors[0] if errors else None)
+        where = (
+            f"node {named.node_name()!r} ({named.node_operator()})" if named and named.node_operator() else "the model"
+        )
+        reasons = [e.desc() for e in ([named] if named else []) + errors]
+        raise EngineNotBuilt(_refused(f"TensorRT refuses {where} of {model.name}", _first_reason(reasons)))
+    if not network.num_layers or not network.num_outputs:
+        raise EngineNotBuilt(f"TensorRT found nothing to build in {model.name}; export it again")
+    return network
+
+
+def _config(
+    trt: Any, builder: Any, capabilities: Sequence[Any], workspace_bytes: int | None, builder_level: int | None
+) -> Any:
+    config = builder.create_builder_config()
+    if hasattr(trt, "ProfilingVerbosity"):
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # lists the kernels in the log
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for index, member in enumerate(capabilities):
+            if not config.set_compute_capability(member, index):
+                raise UnsupportedHere(f"TensorRT refuses the compute capability {member}; build for another")
+    if workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    if builder_level is not None:
+        config.builder_optimization_level = builder_level
+        if config.builder_optimization_level != builder_level:  # out of range is an error in the log only
+            raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave it out")
+    return config
+
+
+def _refuse_shape_inputs(network: Any) -> None:
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        if tensor.is_shape_tensor:
+            raise EngineNotBuilt(
+                f"the values of the input {tensor.name!r} are sizes of other tensors, and a signature has no range for "
+                "values of that kind; make them constants and export again"
+            )
+
+
+def _add_profile(builder: Any, config: Any, network: Any, shapes: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    profile = builder.create_optimization_profile()
+    present = {network.get_input(index).name for index in range(network.num_inputs)}
+    for name, ends in shapes.items():
+        if name in present:
+            profile.set_shape(name, *(tuple(shape) for shape in ends))
+    if config.add_optimization_profile(profile) < 0:
+        raise EngineNotBuilt(f"TensorRT refuses the optimization profile {dict(shapes)}; give other shapes")
+
+
+def _watch(trt: Any, config: Any, toolkit: str) -> Any:
+    """Report the build's progress. The result has to live as long as the build."""
+    if not hasattr(trt, "IProgressMonitor") or not hasattr(config, "progress_monitor"):
+        return None
+    lock = threading.Lock()  # TensorRT calls from threads of its own
+    context = contextvars.copy_context()  # which don't know the watcher
+    progress = BuildProgress()
+    sent = [-1.0]
+
+    def tell(phase: str) -> None:
+        fraction = progress.fraction
+        if fraction - sent[0] >= 0.01:
+            sent[0] = fraction
+            context.run(report, f"{toolkit}: {phase}", fraction)
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            with lock:
+                progress.start(phase_name, parent_phase, num_steps)
+                tell(phase_name)
+
+        def phase_finish(self, phase_name: str) -> None:
+            with lock:
+                progress.finish(phase_name)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            with lock:
+                progress.step(phase_name, step)
+                tell(phase_name)
+            return True  # cancelling is killing this process
+
+    config.progress_monitor = Monitor()
+    return config.progress_monitor
+
+
+def _capability_here(trt: Any) -> list[str]:
+    """What an engine runs on that nothing was asked for: this GPU, for a toolkit that builds for the one it finds."""
+    if offered_capabilities(trt):
+        return []
+    from accel.runtimes.cuda_memory import device_capability
+
+    return [device_capability()]
+
+
+def _tensor(trt: Any, tensor: Any) -> dict[str, Any]:
+    return {"name": tensor.name, "dtype": field_dtype(trt, tensor.dtype), "shape": [int(d) for d in tensor.shape]}
+
+
+def _first_reason(messages: Sequence[str]) -> str:
+    """The first line that says something, without the source locations and the noise of a machine without a GPU."""
+    for line in (line.strip() for message in messages for line in message.splitlines()):
+        if line.startswith(("[checkMacros", "Invalid Node")) or line in ("", "false"):
+            continue
+        line = re.sub(r"^.*?Error Code \d+: ", "", line)
+        line = re.sub(r"\.? In \S+( \S+)? at /\S+?:\d+", "", line)
+        return one_line(line).rstrip(". ")
+    return "it gives no reason"
+
+
+def _refused(what: str, reason: str) -> str:
+    fix = next((text for piece, text in FIXES if piece in reason), DEFAULT_FIX)
+    return f"{what}: {reason}; {fix}"

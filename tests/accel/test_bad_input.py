@@ -1,0 +1,252 @@
+"""Bad input through the command line: exit code 2 or 1, one line that names the fix, nothing left, nothing lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+Cli = Callable[..., Any]
+
+
+def small(op: str = "MatMul", domain: str = "") -> onnx.ModelProto:
+    weight = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x", "w"], ["y"], domain=domain)],
+        "small",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])],
+        [weight],
+    )
+    opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Files that are not what their names say, and one that is."""
+    good = small().SerializeToString()
+    files = {
+        "good.onnx": good,
+        "empty.onnx": b"",
+        "cut.onnx": good[: len(good) // 2],
+        "text.onnx": b"this is not a model, it is a sentence\n",
+        "png.onnx": b"\x89PNG\r\n\x1a\n" + bytes(200),
+        "zeros.onnx": bytes(4096),
+        "no_op.onnx": small("DoesNotExist").SerializeToString(),
+        "foreign.onnx": small("Fancy", "com.acme").SerializeToString(),
+    }
+    for name, body in files.items():
+        (tmp_path / name).write_bytes(body)
+    outside = small()
+    del outside.graph.initializer[:]
+    tensor = outside.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[4, 4])
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "../../etc/passwd"), ("length", "64")):
+        tensor.external_data.add(key=key, value=value)
+    (tmp_path / "outside.onnx").write_bytes(outside.SerializeToString())
+    for entry in tensor.external_data:
+        if entry.key == "location":
+            entry.value = "lost.data"
+    (tmp_path / "lost.onnx").write_bytes(outside.SerializeToString())
+    opset = small()
+    opset.opset_import[0].version = 99
+    (tmp_path / "opset99.onnx").write_bytes(opset.SerializeToString())
+    x = np.ones((8, 4), np.float32)
+    nan = x.copy()
+    nan[3, 1] = np.nan
+    np.savez(tmp_path / "good.npz", x=x)
+    np.savez(tmp_path / "nan.npz", x=nan)
+    np.savez(tmp_path / "names.npz", y=x)
+    np.savez(tmp_path / "dtype.npz", x=x.astype("U3"))
+    np.savez(tmp_path / "shape.npz", x=np.ones((8, 5), np.float32))
+    np.savez(tmp_path / "none.npz", x=np.ones((0, 4), np.float32))
+    np.savez(tmp_path / "pickled.npz", x=np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    (tmp_path / "text.npz").write_text("hello")
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.onnx").write_text("somebody's own")
+    metrics = ["def raises(outputs, data):", "    return 1 / 0", "def nan(outputs, data):", "    return float('nan')"]
+    (tmp_path / "metric.py").write_text("\n".join([*metrics, "number = 3", ""]))
+    return tmp_path
+
+
+OPTIMIZE = ("optimize", "{d}/good.onnx", "--target", "ort-cpu", "-o", "{d}/out")
+
+# words of the command, exit code, what the message has to say
+CASES: list[tuple[tuple[str, ...], int, str]] = [
+    (("optimize", "{d}/gone.onnx", "-o", "{d}/out"), 2, "does not exist"),
+    (("optimize", "{d}/empty.onnx", "-o", "{d}/out"), 2, "is empty; export it again"),
+    (("optimize", "{d}/cut.onnx", "-o", "{d}/out"), 2, "truncated; export it again"),
+    (("optimize", "{d}/text.onnx", "-o", "{d}/out"), 2, "not an ONNX file"),
+    (("optimize", "{d}/png.onnx", "-o", "{d}/out"), 2, "not an ONNX file"),
+    (("optimize", "{d}/zeros.onnx", "-o", "{d}/out"), 2, "ONNX"),
+    (("optimize", "{d}/no_op.onnx", "-o", "{d}/out"), 2, "DoesNotExist"),
+    (("optimize", "{d}/foreign.onnx", "-o", "{d}/out"), 2, "Fancy"),
+    (("optimize", "{d}/outside.onnx", "-o", "{d}/out"), 2, "outside the model's folder; refused"),
+    (("optimize", "{d}/lost.onnx", "-o", "{d}/out"), 2, "lost.data"),
+    (("optimize", "{d}/opset99.onnx", "-o", "{d}/out"), 2, "opset"),
+    ((*OPTIMIZE, "--data", "{d}/gone.npz"), 2, "does not exist; check --data"),
+    ((*OPTIMIZE, "--data", "{d}/nan.npz"), 2, "NaN or infinity in sample 3"),
+    ((*OPTIMIZE, "--data", "{d}/names.npz"), 2, "has no array 'x' (it has y)"),
+    ((*OPTIMIZE, "--data", "{d}/dtype.npz"), 2, "the model takes float32"),
+    ((*OPTIMIZE, "--data", "{d}/shape.npz"), 2, "has shape [8, 5], the model takes x:float32[batch,4]"),
+    ((*OPTIMIZE, "--data", "{d}/none.npz"), 2, "holds no samples"),
+    ((*OPTIMIZE, "--data", "{d}/pickled.npz"), 2, "can't read"),
+    ((*OPTIMIZE, "--data", "{d}/text.npz"), 2, "write it with numpy.savez"),
+    ((*OPTIMIZE, "--target", "toaster"), 2, "unknown target 'toaster'"),
+    ((*OPTIMIZE, "--precision", "int3"), 2, "unknown precision 'int3'"),
+    ((*OPTIMIZE, "--precision", "fp16"), 2, "target ort-cpu has no fp16"),
+    ((*OPTIMIZE, "--max-drop", "5"), 2, "give a fraction"),
+    ((*OPTIMIZE, "--sizes", "batch"), 2, "write NAME=SIZE"),
+    ((*OPTIMIZE, "--sizes", "width=3"), 2, "no input has a dim called 'width'"),
+    ((*OPTIMIZE, "--dim", "batch=4:2:1"), 2, "1 <= min <= opt <= max"),
+    ((*OPTIMIZE, "--dim", "height=1:2:3"), 2, "no dynamic dim 'height'"),
+    ((*OPTIMIZE, "--metric", "{d}/metric.py:raises", "--data", "{d}/good.npz"), 2, "ZeroDivisionError"),
+    ((*OPTIMIZE, "--metric", "{d}/metric.py:nan", "--data", "{d}/good.npz"), 2, "returned nan"),
+    ((*OPTIMIZE, "--metric", "{d}/metric.py:gone", "--data", "{d}/good.npz"), 2, "has no 'gone'"),
+    ((*OPTIMIZE, "--metric", "{d}/metric.py:number", "--data", "{d}/good.npz"), 2, "not a function"),
+    ((*OPTIMIZE, "--metric", "{d}/metric.py:nan"), 2, "pass --data"),
+    (("optimize", "{d}/good.onnx", "-o", "{d}/file"), 1, "is a file; give a folder"),
+    (("optimize", "{d}/good.onnx", "-o", "{d}/mine"), 1, "not made by accel"),
+    (("verify", "{d}/good.onnx", "{d}/gone.onnx"), 2, "does not exist"),
+    (("verify", "{d}/good.onnx", "{d}/text.onnx"), 2, "not an ONNX file"),
+    (("verify", "{d}/good.onnx", "{d}/good.onnx", "--data", "{d}/nan.npz"), 2, "NaN"),
+    (("bench", "{d}/gone.onnx"), 2, "does not exist"),
+    (("bench", "{d}/text.onnx"), 2, "not an ONNX file"),
+    (("inspect", "{d}/gone"), 2, "no file, folder or importable module"),
+    (("inspect", "{d}/good.onnx", "--check"), 1, "no manifest"),
+    (("export", "{d}/metric.py:number", "-o", "{d}/o.onnx"), 2, "not callable"),
+    (("export", "{d}/good.onnx", "-o", "{d}/o.onnx"), 2, "accel optimize"),
+    (("exprot",), 2, "No such command"),
+    (("export",), 2, "Missing argument"),
+]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"), CASES, ids=lambda v: " ".join(v) if isinstance(v, tuple) else None
+)
+def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, message: str) -> None:
+    """Fails if bad input gives a traceback, another exit code, no fix, or leaves or changes any file."""
+    before = snapshot(corpus)
+    ran = cli(*(word.format(d=corpus) for word in words), *(["-q"] if len(words) > 1 else []))
+    assert ran.code == code, ran.stderr
+    assert message in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "should not have happened" not in ran.stderr
+    if ran.stderr.startswith("accel: error"):
+        assert len(ran.stderr.strip().splitlines()) == 1
+    assert ran.stdout == ""
+    after = snapshot(corpus)
+    assert {k: v for k, v in after.items() if "__pycache__" not in k} == before
+
+
+def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if asking for a target whose toolkit isn't installed gives anything but the install line."""
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n.startswith("openvino") else real(n, *a))
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    ran = cli("optimize", corpus / "good.onnx", "--target", "openvino", "-o", corpus / "out", "-q")
+    assert ran.code == 2, ran.stderr
+    assert 'pip install "accel-toolchain[openvino]"' in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
+
+
+def test_no_permission(corpus: Path) -> None:
+    """Fails if a folder that can't be written is found out only after the work, or gives a traceback."""
+    locked = corpus / "locked"
+    locked.mkdir()
+    locked.chmod(0o555)
+    words = [sys.executable, "-m", "accel", "optimize", str(corpus / "good.onnx"), "-o", str(locked / "out"), "-q"]
+    started = time.monotonic()
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, preexec_fn=_no_root)
+    assert ran.returncode == 1
+    assert "no permission to write" in ran.stderr, ran.stderr
+    assert "choose another -o" in ran.stderr
+    assert time.monotonic() - started < 20
+
+
+def _no_root() -> None:
+    """Root may write anywhere: give that right (CAP_DAC_OVERRIDE) up for the program that is started."""
+    if os.geteuid() == 0:
+        drop, override = 24, 1  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
+        ctypes.CDLL(None).prctl(drop, override, 0, 0, 0)
+
+
+def test_a_full_disk(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a full disk gives a traceback, or leaves a half-written file under a final name."""
+    import errno
+    import shutil
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(corpus / "out" / "model.onnx"))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    ran = cli(*(word.format(d=corpus) for word in OPTIMIZE), "--rounds", "5", "-q")
+    assert ran.code == 1
+    assert "no space left" in ran.stderr
+    assert [p for p in (corpus / "out").rglob("*") if p.is_file()] == []
+
+
+STAGES_TO_INTERRUPT = ["simplify", "quantize", "openvino_from_onnx", "engine_from_onnx", "judging", "measure"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES_TO_INTERRUPT)
+def test_ctrl_c_in_each_stage(corpus: Path, stage: str, own_cache: Path) -> None:
+    """Fails if Ctrl-C gives a traceback or another exit code, leaves a file or a child process, or loses what earlier
+    runs wrote."""
+    out = corpus / "out"
+    target = ["--target", "tensorrt-rtx", "--precision", "fp32"] if stage.startswith("engine") else []
+    words = ["optimize", str(corpus / "good.onnx"), "--data", str(corpus / "good.npz"), "-o", str(out), *target]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache)},
+    )
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if stage in line:
+            process.send_signal(signal.SIGINT)
+            break
+    _, rest = process.communicate(timeout=60)
+    assert stage in "".join(seen), "".join(seen)
+    assert process.returncode == 1, rest
+    assert "interrupted; run the same command again" in rest
+    assert "Traceback" not in rest
+    assert [p for p in out.rglob("*") if p.is_file()] == []
+    assert list((own_cache / "scratch").iterdir()) == []
+    assert _children_of(process.pid) == []
+
+
+def _children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found

@@ -1,0 +1,222 @@
+"""``accel bench`` and ``accel.benchmark``: artifacts and sources beside one another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import accel
+from accel.artifact import Artifact, Manifest, manifest_path
+from accel.errors import BadData, BadSource, UnknownName, UsageError
+from accel.sources import open_source
+
+QUICK = ("--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0")
+FAST: dict[str, Any] = {"rounds": 5, "block_seconds": 0.01, "budget_seconds": 0}
+WEIGHT = np.arange(12, dtype=np.float32).reshape(4, 3) / 12
+FACTORY = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(12.).reshape(4, 3) / 12)
+
+    def forward(self, x):
+        return {"y": x @ self.weight}
+
+make = Net
+"""
+
+
+def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = TensorProto.FLOAT) -> Path:
+    """``y = x @ w (+ offset)``, x float32[batch, 4] (or another kind, cast inside)."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["wide", "w"], ["m"]),
+        helper.make_node("Add", ["m", "b"], [output]),
+    ]
+    weights = [numpy_helper.from_array(WEIGHT, "w"), numpy_helper.from_array(np.float32(offset), "b")]
+    x = helper.make_tensor_value_info("x", kind, ["batch", 4])
+    y = helper.make_tensor_value_info(output, TensorProto.FLOAT, ["batch", 3])
+    graph = helper.make_graph(nodes, "g", [x], [y], weights)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+def record(path: Path, **session: Any) -> Artifact:
+    """Give the file a manifest."""
+    artifact = open_source(path)
+    manifest = Manifest(
+        kind="onnx",
+        signature=artifact.signature,
+        files=artifact.hashes(),
+        properties=artifact.properties,
+        session=session,
+    )
+    manifest.write(manifest_path(path))
+    return replace(artifact, manifest=manifest)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """The same model twice, the second off by 0.25."""
+    return save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", offset=0.25)
+
+
+def test_json_is_one_object_and_progress_goes_to_stderr(
+    two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    """Fails if anything else is printed to stdout, a promised field is missing, or the file isn't what was printed."""
+    out = tmp_path / "report.json"
+    ran = cli("bench", *two, *QUICK, "--sizes", "batch=3", "--threads", "1", "--json", "-o", out)
+    assert ran.code == 0
+    body = json.loads(ran.stdout)
+    assert json.loads(out.read_text()) == body
+    first, second = body["results"]
+    assert (first["name"], second["name"]) == ("a.onnx (onnxruntime)", "b.onnx (onnxruntime)")
+    assert {"median_ms", "p90_ms", "p99_ms", "speedup", "ci95", "verdict"} <= set(second)
+    assert second["max_abs_diff"] == pytest.approx(0.25)
+    assert first["verdict"] == "baseline"
+    assert body["baseline"] == first["name"]
+    assert body["sizes"] == {"batch": 3}
+    assert body["environment"]["threads"] == 1
+    assert "round 5" in ran.stderr
+
+
+def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
+    """Fails if a row, its verdict or the noise floor is missing; ``--quiet`` leaves only the table."""
+    ran = cli("bench", two[1], "--against", two[0], *QUICK, "--quiet")
+    assert ran.code == 0
+    assert ran.stderr == ""
+    for word in ("a.onnx", "b.onnx", "baseline", "noise floor", "0.25"):
+        assert word in ran.stdout
+
+
+@pytest.mark.slow
+def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if a source can't be the baseline, its inputs can't be declared, or torch.compile can't be asked for."""
+    source = tmp_path / "my_bench_model.py"
+    source.write_text(FACTORY)
+    report = accel.benchmark(
+        [two[0]], against=f"{source}:make", also=["torch-compile"], inputs=["x:float32[batch,4]"], **FAST
+    )
+    assert [row.name for row in report.rows] == ["eager", "torch.compile", "a.onnx (onnxruntime)"]
+    assert [row.runtime for row in report.rows] == ["torch", "torch-compile", "onnxruntime"]
+    assert [row.error for row in report.rows] == [None, None, None]
+    assert all(row.max_abs_diff < 1e-5 for row in report.rows)
+    assert report.row("torch.compile").first_run_ms > report.row("eager").first_run_ms
+
+
+def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
+    """Fails if the folder of accel optimize isn't read as its model, or a folder of artifacts as all of them, or files
+    that aren't artifacts (rejected ones, say) are run."""
+    chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
+    for name in ("fp32", "other"):
+        record(save(tmp_path / "several" / f"{name}.onnx"))
+    save(tmp_path / "several" / "stray.onnx")
+    report = accel.benchmark([chosen.path.parent, tmp_path / "several"], **FAST)
+    names = ["out/model.onnx (onnxruntime)", "fp32.onnx (onnxruntime)", "other.onnx (onnxruntime)"]
+    assert [row.name for row in report.rows] == names
+    assert {row.error for row in report.rows} == {None}
+
+
+def test_the_same_file_twice_gets_two_names(two: tuple[Path, Path]) -> None:
+    """Fails if a model can't be run against itself."""
+    report = accel.benchmark([two[0], two[0], open_source(two[0])], **FAST)
+    assert len({row.name for row in report.rows}) == 3
+
+
+def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if the float16 form of a model can't be timed beside the float32 form."""
+    half = save(tmp_path / "half.onnx", kind=TensorProto.FLOAT16)
+    row = accel.benchmark([two[0], half], **FAST).rows[1]
+    assert row.error is None
+    assert 0 < row.max_abs_diff < 0.01
+
+
+def test_exit_code_is_1_where_nothing_could_be_compared(
+    two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    """Fails if a script that calls accel bench can't see that there is no comparison; one good candidate is enough."""
+    other = save(tmp_path / "other.onnx", output="logits")
+    ran = cli("bench", two[0], other, *QUICK, "--json", "-q")
+    assert ran.code == 1
+    assert "its outputs are logits" in json.loads(ran.stdout)["results"][1]["error"]
+    assert cli("bench", *two, other, *QUICK, "-q").code == 0
+
+
+def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if data is ignored (random inputs are not between 100 and 101), or a short last batch changes the shape."""
+    data = tmp_path / "data.npz"
+    np.savez(data, x=np.random.default_rng(0).uniform(100, 101, (10, 4)).astype(np.float32))
+    far = save(tmp_path / "far.onnx", offset=1000.0)
+    report = accel.benchmark([two[0], far], data=data, sizes={"batch": 4}, **FAST)
+    assert report.sizes == {"batch": 4}
+    assert report.rows[1].max_abs_diff == pytest.approx(1000, rel=1e-3)
+    # On data around 100, y is about 100 times the sum of a column of the weights.
+    assert 1000 / (101 * WEIGHT.sum(0).max()) < report.rows[1].max_rel_diff < 1000 / (100 * WEIGHT.sum(0).min())
+    with pytest.raises(BadData, match="less than one batch of 8"):
+        accel.benchmark(list(two), data=_few(tmp_path), sizes={"batch": 8}, **FAST)
+
+
+def _few(folder: Path) -> Path:
+    path = folder / "few.npz"
+    np.savez(path, x=np.ones((3, 4), np.float32))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("{d}/gone.onnx",), "does not exist"),
+        (("{d}/empty",), "holds no artifact"),
+        (("{d}/a.onnx", "--sizes", "batch"), "can't read --sizes 'batch'"),
+        (("{d}/a.onnx", "--sizes", "batch=0"), "sizes start at 1"),
+        (("{d}/a.onnx", "--sizes", "length=3"), "no input has a dim called 'length'"),
+        (("{d}/a.onnx", "--also", "torch-compile"), "name one with --against"),
+        (("{d}/a.onnx", "--also", "openvino"), "doesn't run PyTorch sources"),
+        (("{d}/a.onnx", "--also", "nonsense"), "unknown runtime"),
+        (("{d}/a.onnx", "--rounds", "2"), "5"),
+        (("{d}/a.onnx", "--data", "{d}/gone.npz"), "gone.npz does not exist"),
+        (("{d}/a.onnx", "--data", "{d}/few.npz", "--sizes", "length=3"), "comes from"),
+        ((), "Missing argument"),
+    ],
+)
+def test_wrong_words_end_in_one_line(
+    two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any], words: tuple[str, ...], message: str
+) -> None:
+    """Fails if one of them ends in a traceback, another exit code, or a message that doesn't say what is wrong."""
+    assert two[0].is_file()
+    (tmp_path / "empty").mkdir()
+    _few(tmp_path)
+    ran = cli("bench", *(w.format(d=tmp_path) for w in words), "-q")
+    assert ran.code == 2
+    assert message in ran.stderr
+    assert ran.stdout == ""
+    assert "Traceback" not in ran.stderr
+
+
+def test_python_raises_what_the_command_prints(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if the API needs the command line to find what is wrong."""
+    with pytest.raises(UsageError, match="nothing to time"):
+        accel.benchmark([])
+    with pytest.raises(UnknownName):
+        accel.benchmark([two[0]], also=["nonsense"])
+    with pytest.raises(BadSource, match="does not exist"):
+        accel.benchmark([tmp_path / "gone.onnx"])
+
+
+def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
+    """Fails if minutes of timing are lost because of a wrong -o."""
+    ran = cli("bench", *two, *QUICK, "-o", two[0].parent)
+    assert ran.code == 1
+    assert "round" not in ran.stderr

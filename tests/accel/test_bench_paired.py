@@ -1,0 +1,294 @@
+"""The schedule: who runs when, who is paused, what is compared before, what becomes of candidates that misbehave."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from rich.console import Console
+
+from accel.artifact import Artifact
+from accel.bench import paired
+from accel.bench.blocks import is_steady, passes_for, warm_up
+from accel.bench.paired import BenchReport, Candidate, measure
+from accel.bench.report import table
+from accel.errors import AccelError, UnknownName, UsageError
+from accel.progress import watched_by
+from accel.signature import Signature, TensorSpec
+from accel.sources.onnx_file import open_onnx
+
+SIGNATURE = Signature(
+    (TensorSpec("x", "float32", ("batch", 4)),),
+    (TensorSpec("y", "float32", ("batch", 4)),),
+)
+FEEDS = {"x": np.ones((2, 4), np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes find this folder's ``bench_sessions`` by the parent's path."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def scripted(name: str, *, opener: str = "scripted", signature: Signature = SIGNATURE, **script: Any) -> Candidate:
+    artifact = Artifact(path=Path(f"{name}.fake"), kind="fake", signature=signature)
+    return Candidate(name, artifact, options=script, opener=f"bench_sessions:{opener}")
+
+
+def quick(candidates: list[Candidate], **options: Any) -> BenchReport:
+    return measure(candidates, options.pop("feeds", FEEDS), **{"rounds": 5, "block_seconds": 0.01, **options})
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Four layers of 256, about a millisecond on one thread."""
+    rng = np.random.default_rng(0)
+    nodes, weights, name = [], [], "x"
+    for i in range(4):
+        weights.append(numpy_helper.from_array(rng.standard_normal((256, 256)).astype(np.float32) / 16, f"w{i}"))
+        out = "y" if i == 3 else f"h{i}"
+        nodes += [helper.make_node("MatMul", [name, f"w{i}"], [f"m{i}"]), helper.make_node("Relu", [f"m{i}"], [out])]
+        name = out
+    value = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 256]) for n in ("x", "y")]
+    graph = helper.make_graph(nodes, "mlp", value[:1], value[1:], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    path = tmp_path_factory.mktemp("mlp") / "mlp.onnx"
+    onnx.save(model, path)
+    return open_onnx(path, probe=False)
+
+
+def test_a_row_has_everything_that_was_promised() -> None:
+    """Fails if a figure is missing, None, or in another unit; the script takes 0.2 ms a run."""
+    report = quick([scripted("base"), scripted("other", off=1.5)])
+    assert [row.name for row in report.rows] == ["base", "other"]
+    base, other = report.rows
+    assert (base.verdict, base.speedup, base.max_abs_diff) == ("baseline", 1.0, 0.0)
+    assert other.max_abs_diff == pytest.approx(1.5)
+    assert other.max_rel_diff == pytest.approx(0.75)
+    assert other.cosine == pytest.approx(1.0)
+    for row in report.rows:
+        assert 0.15 < row.median_ms <= row.p90_ms <= row.p99_ms
+        assert row.rounds == 5 == len(row.round_medians_ms)
+        assert row.iterations >= 15
+        assert row.load_ms > 0 < row.first_run_ms
+        assert 10 < row.peak_rss_mb < 4000
+        assert row.error is None
+    assert report.sizes == {"batch": 2}
+    assert report.baseline == "base"
+    assert report.environment["threads"] == len(os.sched_getaffinity(0))
+
+
+def test_json_and_table_hold_the_report() -> None:
+    """Fails if the JSON has other names than documented or what JSON can't hold, or the table drops a row or error."""
+    report = quick([scripted("base"), scripted("[odd] name", ms=0.4), scripted("bad", nan=True)])
+    body = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
+    assert all(needed <= set(row) for row in body["results"])
+    assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
+    assert body["results"][2]["median_ms"] is None
+    assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(report))
+    text = console.export_text()
+    assert "[odd] name" in text
+    assert "NaN" in text
+    assert "noise floor" in text
+
+
+def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
+    """Fails if a process is left running while another is timed or loaded: its thread pool would slow that one."""
+    log = tmp_path / "siblings"
+    quick([scripted(f"c{i}", siblings_log=str(log), ms=2, spins=True) for i in range(3)])
+    states = log.read_text().split()
+    assert len(states) > 50
+    assert set(states) == {"T"}
+
+
+def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
+    """Fails if every round has the same order (who follows the hottest one always pays), or it isn't reproducible."""
+    names = ["a", "b", "c"]
+    reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
+    first, again, other = (report.order for report in reports)
+    assert first == again != other
+    assert len(set(first)) > 1
+    assert all(sorted(turn) == ["a", "a (again)", "b", "c"] for turn in first)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ({"output": "z"}, "not comparable: its outputs are z, those of the baseline y"),
+        ({"shape": True}, "not comparable: output 'y': its shape is [2, 1], not [2, 4]"),
+        ({"nan": True}, "not comparable: output 'y': 8 values are NaN or infinite"),
+        ({"fail_to_open": True}, "no such kernel"),
+        ({"crash_at": 1}, "SIGSEGV"),
+        ({"crash_at": 40, "ms": 1}, "SIGSEGV"),
+    ],
+)
+def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
+    """Fails if such a candidate is timed, or takes the others with it, before the first round or in a later one."""
+    report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
+    assert reason in report.row("bad").error
+    assert report.row("bad").verdict is None
+    assert report.row("good").rounds == 5
+    assert report.row("good").error is None
+
+
+def test_the_worst_output_counts() -> None:
+    """Fails if only the first output is compared, or the difference of the last or the smallest one is shown."""
+    report = quick([scripted("base", second_off=0), scripted("a", second_off=3), scripted("b", second_off=0, off=2)])
+    assert [row.max_abs_diff for row in report.rows] == [0, 3, 2]
+
+
+def test_other_input_names_are_not_comparable() -> None:
+    """Fails if inputs are matched by position."""
+    signature = Signature((TensorSpec("pixels", "float32", ("batch", 4)),), SIGNATURE.outputs)
+    row = quick([scripted("base"), scripted("bad", signature=signature)]).row("bad")
+    assert row.error.startswith("not comparable: its inputs are pixels, those of the baseline x")
+
+
+def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
+    """Fails if a float16 form of a model can't be timed beside its float32 form."""
+    half = Signature((TensorSpec("x", "float16", ("batch", 4)),), (TensorSpec("y", "float16", ("batch", 4)),))
+    row = quick([scripted("base"), scripted("half", signature=half)]).row("half")
+    assert (row.error, row.max_abs_diff) == (None, 0.0)
+
+
+def test_a_candidate_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if one candidate can keep the benchmark from ending."""
+    monkeypatch.setattr(paired, "_PATIENCE_SECONDS", 1.0)
+    report = quick([scripted("base", ms=1), scripted("bad", ms=1, hang_at=30)])
+    assert "took longer" in report.row("bad").error
+
+
+def test_a_baseline_that_fails_is_an_error() -> None:
+    """Fails if a report is made that compares with nothing."""
+    with pytest.raises(AccelError, match="no such kernel"):
+        quick([scripted("base", fail_to_open=True), scripted("other")])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: quick([scripted("a"), scripted("a")]), UsageError, "two candidates are called 'a'"),
+        (lambda: quick([]), UsageError, "nothing to time"),
+        (lambda: quick([scripted("a")], feeds=[]), UsageError, "nothing to time"),
+        (lambda: quick([scripted("a")], rounds=4), UsageError, "at least 5"),
+        (lambda: quick([scripted("a")], block_seconds=0), UsageError, "block"),
+        (lambda: quick([scripted("a")], baseline="b"), UnknownName, "one of a"),
+    ],
+)
+def test_wrong_arguments_say_what_to_change(
+    call: Callable[[], BenchReport], error: type[AccelError], words: str
+) -> None:
+    """Fails if one of them starts processes or ends in another error."""
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_the_baseline_may_be_any_candidate() -> None:
+    """Fails if ``baseline`` is ignored, or reorders the rows."""
+    report = quick([scripted("slow", ms=0.4), scripted("base", ms=0.1)], baseline="base")
+    assert [row.verdict for row in report.rows] == ["slower", "baseline"]
+    assert report.row("slow").speedup == pytest.approx(0.25, rel=0.4)
+
+
+def test_several_feeds_are_run_equally_often() -> None:
+    """Fails if only the first of them is run or compared."""
+    feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (1, 2, 3, 4)]
+    report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
+    assert all(row.iterations % 4 == 0 for row in report.rows)
+    # ||1|| / ||2 * 1||, of the feed where it weighs most
+    assert report.row("off").max_rel_diff == pytest.approx(0.5)
+
+
+def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget() -> None:
+    """Fails if the budget isn't used, or there is no end to it."""
+    assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
+    assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
+    assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
+
+
+def test_ctrl_c_leaves_no_process_behind() -> None:
+    """Fails if a paused process outlives the benchmark."""
+
+    def interrupt(message: str, fraction: float | None) -> None:
+        if message == "bench: round 2":
+            raise KeyboardInterrupt
+
+    with watched_by(interrupt), pytest.raises(KeyboardInterrupt):
+        quick([scripted("a"), scripted("b", spins=True)])
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                children.append((stat.parent / "cmdline").read_bytes())
+        except OSError:
+            continue
+    assert not [c for c in children if b"accel.child" in c]
+
+
+def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
+    """Fails if processes, order or warm-up favour one side by more than 25% on a real runtime (a loose bound: this
+    machine may be busy; the statistics are tested on simulated ones)."""
+    feeds = mlp.signature.example_inputs(batch=32)
+    candidates = [Candidate("one", mlp, options={"threads": 1}), Candidate("two", mlp, options={"threads": 1})]
+    report = measure(candidates, feeds, rounds=7, block_seconds=0.1, budget_seconds=3)
+    row = report.row("two")
+    assert row.runtime == "onnxruntime"
+    assert row.verdict == "no measurable difference" or 0.8 < row.speedup < 1.25
+    assert row.max_abs_diff == 0.0
+
+
+def test_a_real_ten_percent_delay_is_found(mlp: Artifact) -> None:
+    """Fails if anything between the session and the verdict loses a tenth: block, pairing, floor. Timed by the thread's
+    own time, so that what else this machine does can't hide it."""
+    feeds = mlp.signature.example_inputs(batch=32)
+    candidates = [
+        Candidate(name, mlp, options={"share": share}, opener="bench_sessions:delayed")
+        for name, share in (("as it is", 0.0), ("delayed", 0.1), ("doubled", 1.0))
+    ]
+    report = measure(candidates, feeds, rounds=9, block_seconds=0.05, budget_seconds=10)
+    assert report.row("delayed").verdict == "slower", report
+    assert report.row("doubled").speedup == pytest.approx(0.5, rel=0.1)
+
+
+def test_first_run_and_peak_memory_are_of_the_candidate_alone() -> None:
+    """Fails if memory is taken from ru_maxrss, which a child takes over from its parent."""
+    ballast = np.ones(120_000_000, np.uint8)  # 114 MiB in this process
+    rows = quick([scripted("a")]).rows
+    assert ballast[0] + rows[0].peak_rss_mb < 114
+
+
+def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
+    """Fails if it ends while a compiler is still at work, or never ends on a machine that isn't steady."""
+    now = 0
+    durations = iter([900, 700, 500, 300, 200, 150, *[100] * 100])
+
+    def run() -> None:
+        nonlocal now
+        now += next(durations)
+
+    times = warm_up(run, limit_seconds=1.0, clock=lambda: now)
+    assert times[-3:] == [100, 100, 100]
+    assert len(times) < 15
+    durations = iter(range(10**9, 0, -(10**7)))  # ever faster, and a second a run
+    assert len(warm_up(run, limit_seconds=3.0, clock=lambda: now)) == 4
+    assert not is_steady([5, 5, 5, 5, 5])
+
+
+def test_a_block_takes_about_the_time_asked_for() -> None:
+    """Fails if slow models get fewer than three runs, or several feeds are counted once."""
+    assert passes_for(0.2, 0.010, feeds=1) == 20
+    assert passes_for(0.2, 0.010, feeds=4) == 20
+    assert passes_for(0.2, 30.0, feeds=1) == 3
+    assert passes_for(0.2, 30.0, feeds=2) == 2
+    assert passes_for(0.2, 0.0, feeds=1) == 100_000

@@ -1,0 +1,163 @@
+"""The verdicts, on simulated machines whose truth is known: drift, heavy tails, processes with luck of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from accel.bench.statistics import (
+    MIN_FLOOR,
+    MIN_ROUNDS,
+    Ratio,
+    baseline,
+    is_narrow,
+    judge,
+    round_medians,
+    speedup,
+    student_quantile,
+    summarise,
+    tail_probability,
+)
+
+ROUNDS = 9
+RUNS = 200  # simulated benchmarks
+
+
+class Machine:
+    """Times on a machine that drifts, is slowed for whole rounds, has spikes, and treats processes unequally."""
+
+    def __init__(self, seed: int, rounds: int, *, process_luck: float = 0.005, block_noise: float = 0.01) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.process_luck, self.block_noise = process_luck, block_noise
+        position = np.linspace(0, 1, rounds)
+        drift = self.rng.uniform(-0.2, 0.2) * position + 0.05 * np.sin(2 * np.pi * (position + self.rng.uniform()))
+        busy = np.where(self.rng.uniform(size=rounds) < 0.2, self.rng.uniform(1.1, 1.8, rounds), 1.0)
+        self.rounds = np.exp(drift) * busy  # felt alike by whatever runs in that round
+
+    def run(self, milliseconds: float, iterations: int = 40) -> list[np.ndarray]:
+        """int64 nanoseconds, an array a round, of a process whose runs take that long when nothing disturbs."""
+        own = 1 + self.rng.normal(0, self.process_luck)
+        found = []
+        for slow in self.rounds:
+            base = milliseconds * own * slow * (1 + self.rng.normal(0, self.block_noise))
+            times = base * np.exp(np.abs(self.rng.normal(0, 0.02, iterations)))
+            spikes = self.rng.uniform(size=iterations) < 0.03
+            times[spikes] *= 1 + self.rng.pareto(1.5, spikes.sum())
+            found.append((times * 1e6).astype(np.int64))
+        return found
+
+
+def verdict_of(machine: Machine, slower_by: float, milliseconds: float = 5.0) -> tuple[str, Ratio]:
+    """What is said of a candidate that takes (1 + slower_by) times as long as the baseline."""
+    first, second = (round_medians(machine.run(milliseconds)) for _ in range(2))
+    candidate = round_medians(machine.run(milliseconds * (1 + slower_by)))
+    both = baseline(first, second, seed=1)
+    ratio = speedup(both.medians, candidate, seed=1)
+    return judge(ratio, both.floor), ratio
+
+
+@pytest.mark.parametrize("rounds", [MIN_ROUNDS, 7, ROUNDS, 20])
+def test_a_model_against_itself_is_called_different_at_most_once_in_twenty(rounds: int) -> None:
+    """Fails if a verdict needs only the interval, or the baseline's own noise isn't part of it."""
+    verdicts = Counter(verdict_of(Machine(seed, rounds), 0.0)[0] for seed in range(RUNS))
+    assert RUNS - verdicts["no measurable difference"] <= RUNS / 20, verdicts
+
+
+def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_as_often_as_it_says() -> None:
+    """Fails if the interval is not the 95% one it is called: plain percentiles at 7 rounds miss in 12 of 100."""
+    outside = 0
+    for seed in range(600):
+        machine = Machine(seed, 7, process_luck=0.0)
+        ratio = speedup(round_medians(machine.run(5.0)), round_medians(machine.run(5.0)), seed=seed)
+        outside += not ratio.low <= 1 <= ratio.high
+    assert outside / 600 <= 0.06, outside
+
+
+def test_an_injected_ten_percent_delay_is_found() -> None:
+    """Fails if rounds are not compared as pairs, if the floor swallows what users care about, or the sign is turned."""
+    verdicts = Counter(verdict_of(Machine(seed, ROUNDS), 0.10)[0] for seed in range(RUNS))
+    assert verdicts["slower"] >= 0.95 * RUNS, verdicts
+    assert verdicts["faster"] == 0
+
+
+def test_a_faster_candidate_is_found_and_its_speedup_is_right() -> None:
+    """Fails if speed-up is turned around (candidate / baseline), or biased by the drift of the machine."""
+    found = [verdict_of(Machine(seed, ROUNDS), -0.5) for seed in range(20)]
+    assert {verdict for verdict, _ in found} == {"faster"}
+    assert np.median([ratio.value for _, ratio in found]) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> None:
+    """Fails if the floor does not follow what the baseline does against itself."""
+    quiet, noisy = ([], [])
+    for seed in range(40):
+        for found, luck, noise in ((quiet, 0.0, 0.002), (noisy, 0.03, 0.08)):
+            machine = Machine(seed, ROUNDS, process_luck=luck, block_noise=noise)
+            both = baseline(round_medians(machine.run(5.0)), round_medians(machine.run(5.0)))
+            found.append(both.floor)
+    assert np.median(quiet) == MIN_FLOOR
+    assert np.median(noisy) > 0.04
+
+
+def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
+    """Fails if one process alone is the baseline: its 4% would make every candidate 4% faster."""
+    verdicts = Counter()
+    for seed in range(50):
+        machine = Machine(seed, ROUNDS, process_luck=0.0, block_noise=0.003)
+        unlucky, other = round_medians(machine.run(5.2)), round_medians(machine.run(5.0))
+        both = baseline(unlucky, other)
+        verdicts[judge(speedup(both.medians, round_medians(machine.run(5.0))), both.floor)] += 1
+    assert verdicts == {"no measurable difference": 50}
+
+
+def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
+    """Fails if either of the two conditions is dropped, in either direction."""
+    assert judge(Ratio(value=1.20, low=1.10, high=1.30), 0.05) == "faster"
+    assert judge(Ratio(value=1.20, low=0.99, high=1.30), 0.05) == "no measurable difference"
+    assert judge(Ratio(value=1.04, low=1.03, high=1.05), 0.05) == "no measurable difference"
+    assert judge(Ratio(value=0.80, low=0.75, high=0.85), 0.05) == "slower"
+    assert judge(Ratio(value=0.80, low=0.75, high=1.01), 0.05) == "no measurable difference"
+    assert judge(Ratio(value=0.97, low=0.96, high=0.98), 0.05) == "no measurable difference"
+
+
+def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> None:
+    """Fails if the bootstrap isn't seeded, or the interval is not around the value."""
+    for seed in range(10):
+        machine = Machine(seed, 30)
+        a, b = round_medians(machine.run(5.0)), round_medians(machine.run(4.0))
+        first, again = speedup(a, b, seed=7), speedup(a, b, seed=7)
+        assert first == again
+        assert first.low <= first.value <= first.high
+
+
+def test_summary_is_over_all_iterations_in_milliseconds() -> None:
+    """Fails if percentiles are taken over round medians (a p99 of 9 numbers), or the unit is wrong."""
+    rounds = [np.arange(1, 51) * 1_000_000, np.arange(51, 101) * 1_000_000]
+    found = summarise(rounds)
+    assert found.iterations == 100
+    assert found.median_ms == pytest.approx(50.5)
+    assert found.p90_ms == pytest.approx(90.1)
+    assert found.p99_ms == pytest.approx(99.01)
+    assert found.mean_ms == pytest.approx(50.5)
+    assert round_medians(rounds).tolist() == [25.5, 75.5]
+
+
+@pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776445), (8, 2.306004), (19, 2.093024), (100, 1.983972)])
+def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float) -> None:
+    """Fails if a term of the series is wrong."""
+    assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=4e-4)
+
+
+def test_few_rounds_take_a_wider_percentile() -> None:
+    """Fails if the correction for few rounds is lost; with many it goes to the plain 2.5%."""
+    assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
+    assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)
+
+
+def test_only_the_width_of_an_interval_decides_whether_to_go_on() -> None:
+    """Fails if the run stops as soon as 1 lies outside (false verdicts), or never stops for a large, clear effect."""
+    assert not is_narrow(Ratio(value=1.06, low=1.01, high=1.12), 0.05)
+    assert is_narrow(Ratio(value=1.0, low=0.99, high=1.01), 0.05)
+    assert is_narrow(Ratio(value=4.0, low=3.6, high=4.4), 0.05)

@@ -1,0 +1,93 @@
+"""The chain of hashes, from the artifact back to the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from accel.artifact import Artifact, manifest_path
+
+
+@pytest.fixture
+def made(tmp_path: Path, own_cache: Path, digits_weights: Path) -> tuple[Path, list[Path]]:
+    """An artifact three stages away from its weights, and every file of its chain."""
+    weights = tmp_path / "weights.safetensors"
+    shutil.copyfile(digits_weights, weights)
+    exported = accel.export("accel.examples.digits:model", weights=weights, out=tmp_path / "digits.onnx")
+    from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+    from accel.stage import run_stage
+
+    out = tmp_path / "out" / "model.xml"
+    run_stage("openvino_from_onnx", exported, OpenVinoFromOnnxConfig(), out=out)
+    files = [weights, exported.path, manifest_path(exported.path), *out.parent.iterdir()]
+    files += [p for p in (own_cache / "stages").rglob("model.*") if p.is_file()]
+    return out, files
+
+
+def test_an_intact_chain_reaches_the_weights(made: tuple[Path, list[Path]]) -> None:
+    """Fails if a file of the chain isn't looked at, or an intact one is called changed."""
+    out, files = made
+    found = accel.inspect(out, check=True)
+    assert found.intact
+    assert {link.status for link in found.chain} == {"ok"}
+    looked_at = {link.path for link in found.chain}
+    assert {str(f) for f in files} <= looked_at
+
+
+def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: Any) -> None:
+    """Fails if one byte of any file of the chain (artifact, sidecars, intermediates, ONNX, weights) can be changed."""
+    out, files = made
+    rng = np.random.default_rng(0)
+    for file in files:
+        good = file.read_bytes()
+        bad = bytearray(good)
+        bad[int(rng.integers(len(bad)))] ^= 1 << int(rng.integers(8))
+        file.write_bytes(bad)
+        ran = cli("inspect", out, "--check", "--json", "-q")
+        assert ran.code == 1, file
+        assert "Traceback" not in ran.stderr
+        file.write_bytes(good)
+    assert cli("inspect", out, "--check", "-q").code == 0
+
+
+def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """Fails if a missing intermediate is called broken (it is elsewhere), or the artifact's own file is not."""
+    out, _ = made
+    (tmp_path / "weights.safetensors").unlink()
+    found = accel.inspect(out, check=True)
+    assert found.intact
+    assert "absent" in {link.status for link in found.chain}
+    out.with_suffix(".bin").unlink()
+    assert accel.inspect(out, check=True).intact is False
+
+
+def test_a_forged_history_is_found(made: tuple[Path, list[Path]]) -> None:
+    """Fails if a manifest whose stages don't follow one another passes because its own digest was recomputed."""
+    out, _ = made
+    artifact = Artifact.open(out)
+    assert artifact.manifest is not None
+    body = artifact.manifest.to_json()
+    body["stages"][1]["input"] = "0" * 64
+    from accel.artifact import Manifest
+
+    Manifest.from_json(body).write(manifest_path(out))
+    found = accel.inspect(out, check=True)
+    assert not found.intact
+    assert next(link.what for link in found.changed).startswith("input of")
+
+
+def test_inspect_shows_operators_and_json(digits: Artifact, cli: Any) -> None:
+    """Fails if inspect says less than signature, properties, stages and operators, or --json isn't one object."""
+    body = json.loads(cli("inspect", digits.path, "--json").stdout)
+    assert body["graph"]["operators"]["Conv"] == 3
+    assert body["properties"]["opset"] == 20
+    assert [s["name"] for s in body["stages"]] == ["onnx_from_torch", "simplify"]
+    shown = cli("inspect", digits.path).stdout
+    assert "image:float32[batch,1,8,8]" in shown
+    assert "Conv 3" in shown

@@ -1,0 +1,98 @@
+"""Child processes: answers, crashes, time limits, death with the parent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import pytest
+
+from accel.child import Child, run_in_child
+from accel.errors import ChildCrashed, MissingExtra, UnknownName
+from accel.progress import watched_by
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stream:  # noqa: PTH123
+            return stream.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_answers_and_keeps_an_object() -> None:
+    """Fails if a call's result doesn't come back, or if the made object is not the one that is called."""
+    with Child("fractions:Fraction", {"numerator": 7, "denominator": 20}) as child:
+        assert child.call("limit_denominator", max_denominator=3) == Fraction(1, 3)
+        assert child.call("os:getpid") == child.pid != os.getpid()
+
+
+def test_a_crash_is_an_error_with_the_signal() -> None:
+    """Fails if a native crash in the child takes this process down or isn't named."""
+    with pytest.raises(ChildCrashed, match="SIGABRT"):
+        run_in_child("os:abort")
+
+
+def test_errors_come_back_as_they_were() -> None:
+    """Fails if an AccelError loses its class or text on the way, or if another exception loses its own."""
+    with pytest.raises(UnknownName, match="unknown target 'toaster'"):
+        run_in_child("accel.target:Target.get", name="toaster")
+    again = pickle.loads(pickle.dumps(MissingExtra("grpc", "serve")))
+    assert str(again) == str(MissingExtra("grpc", "serve"))
+    with pytest.raises(ChildCrashed, match="ModuleNotFoundError: No module named 'no_such_module'"):
+        run_in_child("no_such_module:thing")
+
+
+def test_time_limit_kills() -> None:
+    """Fails if a child that hangs is waited for, or lives on."""
+    child = Child()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        child.call("signal:pause", timeout=0.3)
+    assert time.monotonic() - started < 10
+    assert not _alive(child.pid)
+    child.close()
+
+
+def test_progress_is_forwarded() -> None:
+    """Fails if what the child reports doesn't reach the parent's watcher."""
+    seen: list[tuple[str, float | None]] = []
+    with watched_by(lambda message, fraction: seen.append((message, fraction))), Child() as child:
+        child.call("accel.progress:report", message="half", fraction=0.5)
+    assert seen == [("half", 0.5)]
+
+
+def test_pause_stops_it() -> None:
+    """Fails if a paused child still uses the CPU."""
+    with Child() as child:
+        child.pause()
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            with open(f"/proc/{child.pid}/stat") as stream:  # noqa: PTH123
+                state = stream.read().rpartition(")")[2].split()[0]
+            if state == "T":
+                break
+        assert state == "T"
+        child.resume()
+        assert child.call("os:getpid") == child.pid
+
+
+def test_dies_with_its_parent() -> None:
+    """Fails if a killed parent leaves its children running."""
+    code = "import sys, signal; from accel.child import Child; c = Child(); print(c.pid, flush=True); signal.pause()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert _alive(pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        pass
+    assert not _alive(pid)

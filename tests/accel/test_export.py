@@ -1,0 +1,198 @@
+"""accel export: the ladder, the opset, dynamic dims by name, the exact commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import accel
+from accel.artifact import Artifact, manifest_path
+from accel.converters import onnx_from_torch as stage
+from accel.errors import ExportFailed, UsageError
+
+SPEC = "x:float32[batch,3,32,32]"
+
+
+def test_the_command_of_the_readme(cli: Any, my_model: Path, tmp_path: Path) -> None:
+    """Fails if a factory in a file with one --input isn't exported with a batch that is dynamic by name."""
+    out = tmp_path / "my.onnx"
+    ran = cli("export", f"{my_model}:make", "--input", SPEC, "-o", out, "--json")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["signature"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 3, 32, 32]}]
+    assert body["properties"]["opset"] == 20
+    assert all(gate["passed"] for gate in body["gates"])
+    model = onnx.load(str(out))
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_three_lines_of_python(my_model: Path, tmp_path: Path) -> None:
+    """Fails if the Python API needs more than the command, or if the loaded model differs from PyTorch at any batch."""
+    artifact = accel.export(
+        f"{my_model}:make", inputs={"x": ("float32", ("batch", 3, 32, 32))}, out=tmp_path / "my.onnx"
+    )
+    session = accel.load(artifact)
+    eager = accel.load(f"{my_model}:make", inputs=[SPEC])
+    for batch in (1, 2, 7):
+        feeds = session.example_inputs(batch=batch)
+        np.testing.assert_allclose(session.run(feeds)["output"], eager.run(feeds)["output"], atol=1e-5)
+
+
+@pytest.mark.parametrize("opset", [17, 18, 20, 21])
+def test_the_opset_asked_for_is_the_opset_given(my_model: Path, tmp_path: Path, opset: int) -> None:
+    """Fails if the file has another opset than asked for: exporters change it and only log that."""
+    made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx", opset=opset)
+    assert made.properties["opset"] == opset
+    assert {o.domain: o.version for o in onnx.load(str(made.path)).opset_import}[""] == opset
+
+
+def test_opsets_that_nothing_can_export(cli: Any, my_model: Path, tmp_path: Path) -> None:
+    """Fails if an impossible opset is not refused with the range that works."""
+    ran = cli("export", f"{my_model}:make", "--input", SPEC, "--opset", "7", "-o", tmp_path / "my.onnx")
+    assert ran.code == 2
+    assert "--opset 13 to" in ran.stderr
+
+
+def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a rung that gives a wrong model is taken, or if the manifest doesn't say why it was not."""
+    right = stage._RUNGS["legacy"]
+
+    def wrong(src: Artifact, config: stage.OnnxFromTorchConfig, out: Path) -> None:
+        right(src, config, out)
+        model = onnx.load(str(out))
+        for tensor in model.graph.initializer:
+            if tensor.dims:
+                values = onnx.numpy_helper.to_array(tensor) * np.float32(1.01)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+        onnx.save(model, str(out))
+
+    monkeypatch.setitem(stage._RUNGS, "dynamo", wrong)
+    made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx")
+    notes = made.history[0]["notes"]
+    assert notes["rung"] == "legacy"
+    assert "its outputs are off: output at batch=1" in notes["refused"]["dynamo"]
+
+
+def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:
+    """Fails if a model that no exporter can do gives a traceback, or doesn't say what each of them said."""
+    source = tmp_path / "odd.py"
+    source.write_text(
+        "import torch\n"
+        "class Odd(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * 2 if x.sum().item() > 0 else x - x.flatten().tolist()[0]\n"
+        "def make():\n"
+        "    return Odd()\n"
+    )
+    ran = cli("export", f"{source}:make", "--input", "x:float32[batch,3]", "-o", tmp_path / "odd.onnx")
+    assert ran.code == 1
+    assert "no exporter gave a right model" in ran.stderr
+    assert "dynamo:" in ran.stderr
+    assert "legacy:" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert list(tmp_path.glob("odd.onnx*")) == []
+
+
+def test_an_output_named_like_something_inside(tmp_path: Path) -> None:
+    """Fails if a model whose output has the name of an inner value (`embedding`) can't be exported."""
+    source = tmp_path / "named.py"
+    source.write_text(
+        "import torch, accel\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table = torch.nn.Embedding(7, 3)\n"
+        "    def forward(self, ids):\n"
+        "        return self.table(ids).sum(1) * 2\n"
+        "@accel.declare(inputs=['ids:int64[batch,n]{0..6}'], outputs=['embedding'], dims={'n': (2, 3, 5)})\n"
+        "def make():\n"
+        "    return Net()\n"
+    )
+    made = accel.export(f"{source}:make", out=tmp_path / "named.onnx")
+    assert [spec.name for spec in made.signature.outputs] == ["embedding"]
+    assert made.signature.dims["n"].max == 5
+
+
+def test_a_second_export_does_no_work(my_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an exporter runs again for an identical export."""
+    accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "a.onnx")
+
+    def never(*_: object) -> None:
+        raise AssertionError("exported again")
+
+    monkeypatch.setitem(stage._RUNGS, "dynamo", never)
+    monkeypatch.setitem(stage._RUNGS, "legacy", never)
+    made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "b.onnx")
+    assert made.path.read_bytes() == (tmp_path / "a.onnx").read_bytes()
+    my_model.write_text(my_model.read_text().replace("manual_seed(0)", "manual_seed(1)"))
+    with pytest.raises(ExportFailed, match="exported again"):
+        accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "c.onnx")
+
+
+def test_earlier_results_survive_a_failure(my_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an export that fails damages what an earlier one wrote."""
+    out = tmp_path / "my.onnx"
+    accel.export(f"{my_model}:make", inputs=[SPEC], out=out)
+    before = out.read_bytes(), manifest_path(out).read_bytes()
+    for rung in ("dynamo", "legacy"):
+        monkeypatch.setitem(stage._RUNGS, rung, lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    with pytest.raises(ExportFailed):
+        accel.export(f"{my_model}:make", inputs=[SPEC], out=out, opset=19)
+    assert (out.read_bytes(), manifest_path(out).read_bytes()) == before
+
+
+def test_minilm(minilm: Artifact) -> None:
+    """Fails if the real text model loses its dynamic batch or length, or is further than 1e-5 from PyTorch."""
+    assert [s.shape for s in minilm.signature.inputs] == [("batch", "sequence")] * 2
+    worst = max(g["value"] for record in minilm.history for g in record["gates"])
+    assert worst < 1e-5
+    assert {g["case"] for g in minilm.history[0]["gates"]} >= {"batch=4, sequence=256", "batch=2, sequence=8"}
+
+
+def test_half_precision_sources(tmp_path: Path) -> None:
+    """Fails if a bfloat16 module is exported with float32 weights, or can't be compared."""
+    source = tmp_path / "half.py"
+    source.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    torch.manual_seed(0)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).bfloat16()\n"
+    )
+    made = accel.export(f"{source}:make", inputs=["input:bfloat16[batch,8]"], out=tmp_path / "half.onnx")
+    assert made.properties["precision"] == "bf16"
+    assert made.signature.outputs[0].dtype == "bfloat16"
+
+
+def test_out_has_to_be_onnx(my_model: Path, tmp_path: Path) -> None:
+    """Fails if a name that nothing could open later is accepted."""
+    with pytest.raises(UsageError, match=r"has to end in \.onnx"):
+        accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.model")
+
+
+def test_a_file_that_is_onnx_already(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if exporting an ONNX file does anything but say what to do instead."""
+    with pytest.raises(UsageError, match="accel optimize"):
+        accel.export(digits.path, out=tmp_path / "again.onnx")
+
+
+def test_numbers_of_a_state_dict_reach_the_file(digits: Artifact, digits_weights: Path) -> None:
+    """Fails if the weights that were given are not the ones in the ONNX file (the factory's own are random)."""
+    from safetensors.torch import load_file
+
+    wanted = load_file(str(digits_weights))["12.weight"]
+    tensors = [onnx.numpy_helper.to_array(t) for t in onnx.load(str(digits.path)).graph.initializer]
+    assert any(t.shape in {(10, 128), (128, 10)} and _same(t, wanted) for t in tensors)
+
+
+def _same(array: np.ndarray, tensor: torch.Tensor) -> bool:
+    other = tensor.numpy()
+    return bool(array.shape == other.shape and (array == other).all()) or bool(
+        array.T.shape == other.shape and (other == array.T).all()
+    )

@@ -1,0 +1,200 @@
+"""accel optimize: candidates, judgement, choice, and what is published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from accel.api import optimize as module
+from accel.artifact import Artifact, manifest_path
+from accel.errors import CannotWrite, NothingPassed, UnsupportedHere
+from accel.optimizer.judge import Judge, Judgement
+from accel.sources import open_source
+
+TOP1 = "accel.examples.digits:top1"
+
+
+@pytest.fixture(scope="module")
+def result(
+    digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> accel.api.optimize.Optimization:  # type: ignore[name-defined]
+    """The trained net optimized for whatever this machine runs, judged by top-1 on real test images."""
+    calibration, test = digits_data
+    return accel.optimize(
+        digits.path,
+        out=tmp_path_factory.mktemp("optimized") / "out",
+        data=calibration,
+        eval_data=test,
+        metric=TOP1,
+        rounds=5,
+    )
+
+
+def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
+    """Fails if a candidate lacks its metric or its figures without saying why, or if a runtime is missing."""
+    rows = {row.name: row for row in result.candidates}
+    assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
+    for row in rows.values():
+        if row.status in ("chosen", "passed"):
+            assert row.measured["median_ms"] > 0
+            assert row.judgement.metric > 0.95
+            assert row.judgement.drop <= result.max_drop
+        else:
+            assert row.reason
+    assert [row.status for row in result.candidates].count("chosen") == 1
+
+
+def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any) -> None:
+    """Fails if something slower than the source, or not the fastest of those that are faster, is chosen."""
+    rows = {row.name: row for row in result.candidates}
+    chosen = rows[result.chosen]
+    if result.chosen != "source":
+        assert chosen.measured["verdict"] == "faster"
+        faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
+        assert all(chosen.measured["median_ms"] <= r.measured["median_ms"] for r in faster)
+
+
+def test_what_is_published(result: Any) -> None:
+    """Fails if the folder can't be loaded as it is, on the runtime it was chosen with, or says something else."""
+    folder = result.artifact.path.parent
+    body = json.loads((folder / "optimize.json").read_text())
+    assert body["chosen"] == {"name": result.chosen, "file": result.artifact.path.name}
+    with accel.load(folder) as session:
+        runtime = result.artifact.manifest.session["runtime"]
+        assert type(session).__module__ == f"accel.runtimes.{runtime}"
+        outputs = session.run(session.example_inputs(batch=3))
+        assert outputs["logits"].shape == (3, 10)
+    assert accel.inspect(folder, check=True).intact
+
+
+def test_the_second_run_does_no_work(
+    result: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if an identical run makes, judges or measures anything again."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("worked again")
+
+    monkeypatch.setattr("accel.stage._make", never)
+    monkeypatch.setattr("accel.bench.paired.measure", never)
+    monkeypatch.setattr(Judge, "judge", never)
+    calibration, test = digits_data
+    again = accel.optimize(digits.path, out=tmp_path / "out", data=calibration, eval_data=test, metric=TOP1, rounds=5)
+    assert again.chosen == result.chosen
+    assert again.artifact.digest == result.artifact.digest
+
+
+def test_an_engine_is_built_without_a_gpu(
+    cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Fails if no engine comes out, if its chain doesn't lead back to the weights, or if it claims to have been run."""
+    out = tmp_path / "engine"
+    words = ["--target", "tensorrt-rtx", "--precision", "fp16", "--compute-capability", "8.6"]
+    ran = cli("optimize", digits.path, *words, "--profile", "image=1x1x8x8,8x1x8x8,64x1x8x8", "-o", out, "--json")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["chosen"] == {"name": "tensorrt-rtx fp16", "file": "model.engine"}
+    assert "built, not measured" in body["notes"][0]
+    shown = cli("inspect", out, "--check", "--json")
+    assert shown.code == 0, shown.stderr
+    chain = json.loads(shown.stdout)
+    assert chain["intact"] is True
+    assert any(link["path"].endswith("digits.safetensors") and link["status"] == "ok" for link in chain["chain"])
+    assert [s["name"] for s in chain["stages"]][-2:] == ["cast", "engine_from_onnx"]
+    assert chain["stages"][-1]["gates"][0]["passed"] is None
+
+
+def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if a budget that nothing meets still gives an engine, or a source that runs here gives an error."""
+
+    def constant(outputs: dict[str, np.ndarray], data: dict[str, np.ndarray]) -> float:
+        values = outputs["logits"]
+        return float(np.array_equal(values, values.astype(np.float32)) and values.std() == _reference_std(values))
+
+    seen: list[float] = []
+
+    def _reference_std(values: np.ndarray) -> float:
+        seen.append(float(values.std()))
+        return seen[0]
+
+    common: dict[str, Any] = {"data": digits_data[0], "eval_data": digits_data[1], "metric": constant, "max_drop": 0.0}
+    with pytest.raises(NothingPassed, match="raise --max-drop"):
+        accel.optimize(digits.path, out=tmp_path / "a", target="tensorrt-rtx", precision="fp16", **common)
+    assert not (tmp_path / "a" / "model.engine").exists()
+
+
+def test_other_peoples_files_are_left_alone(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a model that accel did not make, or the source itself, would be overwritten."""
+    (tmp_path / "model.onnx").write_bytes(b"mine")
+    with pytest.raises(CannotWrite, match="not made by accel"):
+        accel.optimize(digits.path, out=tmp_path, target="ort-cpu", rounds=5)
+    assert (tmp_path / "model.onnx").read_bytes() == b"mine"
+    own = digits.copy_to(tmp_path / "own" / "model.onnx")
+    with pytest.raises(CannotWrite, match="is the model to optimize"):
+        accel.optimize(own.path, out=own.path.parent, target="ort-cpu", rounds=5)
+
+
+def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if what an earlier run chose stays beside the new choice: loading the folder could take either."""
+    out = tmp_path / "out"
+    digits.copy_to(out / "model.onnx")
+    words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
+    accel.optimize(digits.path, out=out, **words)  # type: ignore[arg-type]
+    assert sorted(p.name for p in out.iterdir()) == ["model.engine", "model.engine.manifest.json", "optimize.json"]
+    assert open_source(out).kind == "engine"
+
+
+def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a precision that the target doesn't have is silently replaced."""
+    with pytest.raises(UnsupportedHere, match="openvino has no fp16"):
+        accel.optimize(digits.path, out=tmp_path / "out", target="openvino", precision="fp16")
+
+
+def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path]) -> None:
+    """Fails if a model that differs isn't seen as worse, or an equal one as equal, on the data's outputs."""
+    judge = Judge(open_source(digits.path), digits_data[0], None)
+    same = judge.judge(digits, {})
+    assert same.drop < 1e-12
+    assert same.max_abs_diff == 0
+
+
+def test_a_judgement_survives_json() -> None:
+    """Fails if an infinite drop comes back from the cache as none."""
+    bad = Judgement(drop=float("inf"), metric=None, reference_metric=None, max_abs_diff=1.0, judged_on="x")
+    assert bad.to_json()["drop"] is None
+
+
+def _row(name: str, ms: float, verdict: str) -> Any:
+    return module.CandidateResult(name=name, measured={"median_ms": ms, "verdict": verdict})
+
+
+def test_the_rule_of_choice() -> None:
+    """Fails if a rejected, slower or merely noisy candidate could be chosen."""
+    source = _row("source", 10.0, "baseline")
+    noisy, slower = _row("noisy", 9.9, "no measurable difference"), _row("slower", 20.0, "slower")
+    wrong = replace(_row("wrong", 1.0, "faster"), status="rejected", reason="drop")
+    good, best = _row("good", 6.0, "faster"), _row("best", 5.0, "faster")
+    assert module._fastest(source, [noisy, slower, wrong]) is source
+    assert module._fastest(source, [good, noisy, best, wrong]) is best
+    assert good.reason == "slower than best"
+
+
+def test_unmeasured_targets_prefer_fp16() -> None:
+    """Fails if, where nothing can be measured, int8 is chosen over fp16, or something that was rejected."""
+    rows = [replace(_row(p, 1.0, ""), precision=p) for p in ("fp32", "int8", "fp16")]
+    assert module._likeliest(rows).precision == "fp16"
+    rows[2].status = "rejected"
+    assert module._likeliest(rows).precision == "int8"
+
+
+def test_the_manifest_holds_the_measurement(result: Any) -> None:
+    """Fails if the published manifest doesn't say how it was judged and measured."""
+    session = json.loads(manifest_path(result.artifact.path).read_text())["session"]
+    assert session["judgement"]["metric"] == pytest.approx(session["judgement"]["reference_metric"], abs=0.02)
+    assert session["measured"]["median_ms"] > 0

@@ -1,0 +1,62 @@
+"""What a user touches first: the import, the names, the help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+import accel
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_import_is_light() -> None:
+    """Fails if anything heavy is imported at the top of accel, or if importing it takes 60 ms."""
+    code = (
+        "import sys, time; a = time.perf_counter(); import accel; b = time.perf_counter();"
+        "heavy = [m for m in ('torch', 'onnxruntime', 'onnx', 'numpy', 'click', 'rich') if m in sys.modules];"
+        "import json; print(json.dumps([b - a, heavy]))"
+    )
+    runs = [json.loads(_python(code)) for _ in range(3)]
+    assert runs[0][1] == []
+    assert min(seconds for seconds, _ in runs) < 0.060
+
+
+def test_help_is_fast() -> None:
+    """Fails if listing the commands imports them, or if it takes 0.3 s."""
+
+    def once() -> float:
+        started = time.perf_counter()
+        words = subprocess.run([sys.executable, "-m", "accel", "--help"], check=True, capture_output=True, text=True)
+        assert "optimize" in words.stdout
+        return time.perf_counter() - started
+
+    assert min(once() for _ in range(3)) < 0.3
+
+
+def test_public_names_exist_and_are_few() -> None:
+    """Fails if a public name can't be imported, is undocumented, or if there are more than 16."""
+    assert len(accel.__all__) <= 16
+    for name in accel.__all__:
+        assert getattr(accel, name).__doc__, name
+
+
+def test_unknown_name() -> None:
+    """Fails if a typo gives anything but AttributeError."""
+    with pytest.raises(AttributeError, match="no attribute 'exprot'"):
+        _ = accel.exprot
+
+
+def test_folders_are_reached_through_accel_only() -> None:
+    """Fails if a top-level `converters`, `kernels` or `serve` is installed beside accel."""
+    code = (
+        "import os; os.chdir('/'); import accel.converters.simplify, importlib.util as u;"
+        "print([n for n in ('converters', 'serve', 'kernels') if u.find_spec(n)])"
+    )
+    assert _python(code).strip() == "[]"

@@ -1,0 +1,309 @@
+"""ONNX Runtime sessions: what goes in and out, what the options do, and what bad files end in."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from accel.artifact import Artifact
+from accel.errors import BadFeeds, InvalidModel, MissingExtra, UnsupportedHere
+from accel.runtimes.base import BaseSession, SessionOptions, open_session
+from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession
+from accel.signature import Feeds, Signature, TensorSpec
+from accel.sources.onnx_file import describe
+
+
+def save(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: dict[str, tuple[int, list[int | str]]],
+    outputs: dict[str, tuple[int, list[int | str]]],
+    weights: dict[str, np.ndarray] | None = None,
+    external: str | None = None,
+) -> Artifact:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(n, *spec) for n, spec in inputs.items()],
+        [helper.make_tensor_value_info(n, *spec) for n, spec in outputs.items()],
+        [numpy_helper.from_array(value, name) for name, value in (weights or {}).items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    if external:
+        onnx.save(model, path, save_as_external_data=True, location=external, size_threshold=0)
+    else:
+        onnx.save(model, path)
+    return artifact(path)
+
+
+def artifact(path: Path) -> Artifact:
+    return Artifact(path=path, kind="onnx", signature=describe(path)[0])
+
+
+def unread(path: Path) -> Artifact:
+    """An artifact that nobody looked into, as when a file is damaged after it was opened."""
+    return Artifact(path=path, kind="onnx", signature=Signature((TensorSpec("x", "float32", (2,)),)))
+
+
+FLOAT = TensorProto.FLOAT
+
+
+@pytest.fixture
+def linear(tmp_path: Path) -> Artifact:
+    """``y = x @ w`` and ``z = x + x``, with the outputs in an order that is not alphabetical."""
+    return save(
+        tmp_path / "linear.onnx",
+        [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Add", ["x", "x"], ["z"])],
+        {"x": (FLOAT, ["batch", 3])},
+        {"z": (FLOAT, ["batch", 3]), "y": (FLOAT, ["batch", 2])},
+        {"w": np.arange(6, dtype=np.float32).reshape(3, 2)},
+    )
+
+
+def test_outputs_come_by_name(linear: Artifact) -> None:
+    """Fails if outputs are matched to the wrong names, or a batch other than the first one is refused."""
+    with open_session(linear, "onnxruntime") as session:
+        assert isinstance(session, OnnxRuntimeSession)
+        for batch in (1, 5):
+            x = np.random.default_rng(0).standard_normal((batch, 3)).astype(np.float32)
+            outputs = session.run({"x": x})
+            assert list(outputs) == ["z", "y"]
+            np.testing.assert_allclose(outputs["z"], 2 * x)
+            np.testing.assert_allclose(outputs["y"], x @ np.arange(6, dtype=np.float32).reshape(3, 2), rtol=1e-5)
+
+
+def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> None:
+    """Fails if a wrong name, dtype or shape reaches the runtime and comes back in its words."""
+    with open_session(linear, "onnxruntime") as session:
+        for feeds in (
+            {"q": np.ones((1, 3), np.float32)},
+            {"x": np.ones((1, 3))},
+            {"x": np.ones((1, 4), np.float32)},
+            {"x": np.ones(3, np.float32)},
+        ):
+            with pytest.raises(BadFeeds):
+                session.run(feeds)
+
+
+def test_feeds_need_not_be_contiguous(linear: Artifact) -> None:
+    """Fails if strides are ignored: a transposed input would be read in the wrong order."""
+    x = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    assert not x.flags.c_contiguous
+    with open_session(linear, "onnxruntime") as session:
+        np.testing.assert_allclose(session.run({"x": x})["z"], 2 * x)
+
+
+def test_outputs_belong_to_the_caller(linear: Artifact) -> None:
+    """Fails if the next run writes into what an earlier one returned."""
+    with open_session(linear, "onnxruntime") as session:
+        first = session.run({"x": np.ones((2, 3), np.float32)})
+        kept = {name: value.copy() for name, value in first.items()}
+        session.run({"x": np.full((2, 3), 9, np.float32)})
+    for name, value in kept.items():
+        np.testing.assert_array_equal(first[name], value)
+
+
+def test_threads_are_those_asked_for(linear: Artifact) -> None:
+    """Fails if the option doesn't reach the runtime: one thread starts no pool, three start two beside the caller."""
+
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = count()
+    with open_session(linear, "onnxruntime", {"threads": 1}):
+        assert count() == before
+        with open_session(linear, "onnxruntime", {"threads": 3}):
+            assert count() == before + 2
+    assert count() == before
+
+
+def test_graph_optimisation_can_be_turned_off(linear: Artifact) -> None:
+    """Fails if ``optimize_graph`` is ignored: a model that is being searched for a fault must run as it is written."""
+    levels = onnxruntime.GraphOptimizationLevel
+    for on, level in ((True, levels.ORT_ENABLE_ALL), (False, levels.ORT_DISABLE_ALL)):
+        with OnnxRuntimeSession(linear, SessionOptions(optimize_graph=on)) as session:
+            options = session.session.get_session_options()
+            assert options.graph_optimization_level == level
+            assert options.execution_mode == onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+
+
+def test_float16_goes_in_and_out(tmp_path: Path) -> None:
+    """Fails if half precision is widened or refused on the way."""
+    kind = (TensorProto.FLOAT16, ["n"])
+    model = save(tmp_path / "h.onnx", [helper.make_node("Add", ["x", "x"], ["y"])], {"x": kind}, {"y": kind})
+    with open_session(model, "onnxruntime") as session:
+        y = session.run({"x": np.array([1.5, -2], np.float16)})["y"]
+    assert y.dtype == np.float16
+    assert y.tolist() == [3, -4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("bfloat16", TensorProto.BFLOAT16), ("float8_e4m3fn", TensorProto.FLOAT8E4M3FN)],
+)
+def test_types_that_numpy_lacks_go_in_and_out_by_their_bits(tmp_path: Path, dtype: str, kind: int) -> None:
+    """Fails if bits are converted as if they were integers, shapes are lost, or memory is read after it was freed."""
+    model = save(
+        tmp_path / "b.onnx",
+        [
+            helper.make_node("Cast", ["x"], ["wide"], to=FLOAT),
+            helper.make_node("Add", ["wide", "plain"], ["sum"]),
+            helper.make_node("Cast", ["sum"], ["y"], to=kind),
+        ],
+        {"x": (kind, ["n", 2]), "plain": (FLOAT, ["n", 2])},
+        {"y": (kind, ["n", 2]), "sum": (FLOAT, ["n", 2])},
+    )
+    assert model.signature.input("x").dtype == dtype
+    wanted = np.dtype(getattr(ml_dtypes, dtype))
+    x = np.array([[1, -2], [0.5, 3]], np.float32)
+    with open_session(model, "onnxruntime") as session:
+        feeds = {"x": x.astype(wanted), "plain": np.ones((2, 2), np.float32)}
+        outputs = [session.run(feeds) for _ in range(20)]
+    for found in outputs:
+        assert found["y"].dtype == wanted
+        assert found["y"].astype(np.float32).tolist() == (x + 1).tolist()
+        assert found["sum"].tolist() == (x + 1).tolist()
+
+
+def test_strings_go_in_and_out(tmp_path: Path) -> None:
+    """Fails if object arrays are refused."""
+    kind = (TensorProto.STRING, ["n"])
+    model = save(tmp_path / "s.onnx", [helper.make_node("Identity", ["x"], ["y"])], {"x": kind}, {"y": kind})
+    with open_session(model, "onnxruntime") as session:
+        assert session.run({"x": np.array(["a", "bc"], dtype=object)})["y"].tolist() == ["a", "bc"]
+
+
+def test_weights_beside_the_model_are_found(tmp_path: Path) -> None:
+    """Fails if the model is loaded from its bytes, which lose the folder the weights are in."""
+    model = save(
+        tmp_path / "m.onnx",
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        {"x": (FLOAT, [3])},
+        {"y": (FLOAT, [3])},
+        {"w": np.array([1, 2, 3], np.float32)},
+        external="m.bin",
+    )
+    with open_session(model, "onnxruntime") as session:
+        assert session.run({"x": np.zeros(3, np.float32)})["y"].tolist() == [1, 2, 3]
+    (tmp_path / "m.bin").unlink()
+    with pytest.raises(InvalidModel, match=r"m\.bin"):
+        open_session(model, "onnxruntime")
+
+
+def _damaged(linear: Artifact, how: str) -> Path:
+    good = linear.path.read_bytes()
+    contents = {
+        "empty": b"",
+        "text": b"this is not a model\n" * 20,
+        "truncated": good[: len(good) // 2],
+        "flipped": good[:40] + bytes(b ^ 0xFF for b in good[40:80]) + good[80:],
+        "no graph": onnx.ModelProto(ir_version=10).SerializeToString(),
+    }
+    path = linear.path.with_name("bad.onnx")
+    path.unlink(missing_ok=True)
+    if how in contents:
+        path.write_bytes(contents[how])
+    return path
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "text", "truncated", "flipped", "no graph"])
+def test_a_damaged_file_is_one_sentence(linear: Artifact, how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Fails if the runtime's exception gets through, or its log is printed, or the message doesn't name the file."""
+    path = _damaged(linear, how)
+    with pytest.raises(InvalidModel) as caught:
+        open_session(unread(path), "onnxruntime")
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert "ONNXRuntimeError" not in message
+    assert message.count(str(path)) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_operator_without_a_kernel_is_named(tmp_path: Path) -> None:
+    """Fails if a model that is valid and can't run here is called damaged."""
+    kind = (TensorProto.BFLOAT16, [4])
+    model = save(tmp_path / "k.onnx", [helper.make_node("Exp", ["x"], ["y"])], {"x": kind}, {"y": kind})
+    with pytest.raises(UnsupportedHere, match="Exp"):
+        open_session(model, "onnxruntime")
+
+
+def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
+    """Fails if the operator's name is cut from the runtime's message."""
+    kind = (FLOAT, [4])
+    model = save(tmp_path / "u.onnx", [helper.make_node("Frobnicate", ["x"], ["y"])], {"x": kind}, {"y": kind})
+    with pytest.raises(InvalidModel, match="Frobnicate"):
+        open_session(model, "onnxruntime")
+
+
+def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
+    """Fails if the checks and the dictionary of a run take more than 30 µs. The shortest of many runs of each, taken in
+    turns: what else the machine does can only lengthen a run."""
+    feeds = {"x": np.ones((1, 3), np.float32)}
+    with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
+        names, raw = session.outputs, session.session
+        shortest = {"session": 1.0, "raw": 1.0}
+        for _ in range(3000):
+            start = time.perf_counter()
+            session.run(feeds)
+            middle = time.perf_counter()
+            raw.run(names, feeds)
+            end = time.perf_counter()
+            shortest["session"] = min(shortest["session"], middle - start)
+            shortest["raw"] = min(shortest["raw"], end - middle)
+    assert shortest["session"] - shortest["raw"] < 30e-6, shortest
+
+
+class BoundOnCpu(OnnxRuntimeSession):
+    """The way the CUDA session calls the runtime, on a device that is always there."""
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        return self._run_bound(feeds, "cpu")
+
+
+def test_io_binding_gives_the_same(linear: Artifact) -> None:
+    """Fails if outputs change their order, or memory is shared between runs."""
+    with OnnxRuntimeSession(linear, SessionOptions()) as plain, BoundOnCpu(linear, SessionOptions()) as bound:
+        _same_on_several_shapes(plain, bound)
+
+
+def _same_on_several_shapes(plain: BaseSession, bound: BaseSession, tolerance: float = 0.0) -> None:
+    kept = []
+    for seed in range(10):
+        feeds = plain.example_inputs(seed=seed, batch=1 + seed % 3)
+        kept.append((plain.run(feeds), bound.run(feeds)))
+    for wanted, found in kept:
+        assert list(wanted) == list(found)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this onnxruntime was built with CUDA"
+)
+def test_an_onnxruntime_without_cuda_names_the_extra(linear: Artifact) -> None:
+    """Fails if a model that was to run on the GPU is run on the CPU without a word."""
+    with pytest.raises(MissingExtra, match=r"\[cuda\]"):
+        OnnxRuntimeCudaSession(linear, SessionOptions())
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_same(linear: Artifact) -> None:
+    """Fails if results are read before the GPU is done, or come back under other names."""
+    with OnnxRuntimeSession(linear, SessionOptions()) as plain, open_session(linear, "onnxruntime-cuda") as cuda:
+        _same_on_several_shapes(plain, cuda, 1e-3)
+
+
+def test_a_closed_session_holds_nothing(linear: Artifact) -> None:
+    """Fails if closing leaves the model and its threads in memory."""
+    session = OnnxRuntimeSession(linear, SessionOptions(threads=2))
+    before = len(list(Path("/proc/self/task").iterdir()))
+    session.close()
+    assert len(list(Path("/proc/self/task").iterdir())) == before - 1

@@ -1,0 +1,109 @@
+"""Specs, ranges and example inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.errors import BadFeeds, BadInputSpec
+from accel.signature import DTYPES, DimRange, Signature, TensorSpec
+
+names = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}", fullmatch=True)
+dims = st.one_of(st.integers(0, 9), st.sampled_from(["batch", "sequence", "height"]))
+specs = st.builds(
+    TensorSpec,
+    names,
+    st.sampled_from([d for d in DTYPES if d != "string"]),
+    st.lists(dims, max_size=4).map(tuple),
+    st.one_of(st.none(), st.tuples(st.integers(-5, 0), st.integers(0, 100))),
+)
+ranges = st.lists(st.integers(1, 9), min_size=3, max_size=3).map(lambda v: DimRange(*sorted(v)))
+
+
+def _signature(inputs: list[TensorSpec], bounds: DimRange) -> Signature:
+    distinct = tuple({spec.name: spec for spec in inputs}.values())
+    dynamic = {dim for spec in distinct for dim in spec.shape if isinstance(dim, str)}
+    return Signature(distinct, (), dict.fromkeys(sorted(dynamic), bounds))
+
+
+signatures = st.builds(_signature, st.lists(specs, min_size=1, max_size=3), ranges)
+
+
+@given(specs)
+def test_a_spec_reads_back_what_it_prints(spec: TensorSpec) -> None:
+    """Fails if any part of the written form is lost when it is read."""
+    assert TensorSpec.parse(str(spec)) == spec
+
+
+@given(signatures)
+def test_json_round_trip(signature: Signature) -> None:
+    """Fails if the manifest loses a part of the signature."""
+    assert Signature.from_json(signature.to_json()) == signature
+
+
+@given(signatures)
+def test_every_case_is_inside_the_ranges_and_fits(signature: Signature) -> None:
+    """Fails if a gate would run outside the ranges, or if example inputs don't fit their own signature."""
+    cases = signature.cases()
+    for sizes in cases:
+        assert all(r.min <= sizes[d] <= r.max for d, r in signature.dims.items())
+        feeds = signature.example_inputs(**sizes)
+        assert signature.check_feeds(feeds) == sizes
+        for spec in signature.inputs:
+            if spec.values and spec.dtype.startswith("int") and not spec.name.endswith("mask"):
+                assert (feeds[spec.name] >= spec.values[0]).all()
+                assert (feeds[spec.name] <= spec.values[1]).all()
+    for dim, r in signature.dims.items():
+        assert {r.min, r.max} <= {c[dim] for c in cases} or dim == signature.batch_dim
+
+
+def test_cases_hold_batch_1_2_and_the_largest() -> None:
+    """Fails if a baked-in batch could slip through because a batch size isn't run."""
+    signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
+    cases = [(c["batch"], c["length"]) for c in signature.cases()]
+    assert {1, 2, 8} <= {b for b, _ in cases}
+    assert {4, 8, 32} <= {n for _, n in cases}
+    assert (8, 32) in cases
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("x", "name:dtype"),
+        ("x:float31[3]", "unknown dtype"),
+        ("x:float32[batch,,3]", "empty dim"),
+        ("x:float32[-1]", "negative"),
+        ("x:float32[3 4.5]", "number or a name"),
+        ("x:int64[3]{5..1}", "empty range"),
+        (":float32[3]", "name:dtype"),
+    ],
+)
+def test_bad_specs_say_what_to_write(text: str, word: str) -> None:
+    """Fails if a malformed spec is taken, or refused without saying what is wrong."""
+    with pytest.raises(BadInputSpec, match=word):
+        TensorSpec.parse(text)
+
+
+def test_feeds_are_checked() -> None:
+    """Fails if wrong names, dtypes, ranks or contradicting sizes reach a runtime."""
+    signature = Signature((TensorSpec.parse("a:float32[batch,3]"), TensorSpec.parse("b:int64[batch]")))
+    good = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.int64)}
+    assert signature.check_feeds(good) == {"batch": 2}
+    for bad, word in (
+        ({"a": good["a"]}, "missing input 'b'"),
+        ({**good, "c": good["b"]}, "unknown input 'c'"),
+        ({**good, "a": good["a"].astype(np.float64)}, "float64"),
+        ({**good, "a": np.zeros((2, 4), np.float32)}, r"\[2, 4\]"),
+        ({**good, "a": np.zeros((2, 3, 1), np.float32)}, r"\[2, 3, 1\]"),
+        ({**good, "b": np.zeros(3, np.int64)}, "'batch' is 2 in one input and 3"),
+    ):
+        with pytest.raises(BadFeeds, match=word):
+            signature.check_feeds(bad)
+
+
+def test_two_inputs_of_one_name() -> None:
+    """Fails if a name could stand for two tensors."""
+    with pytest.raises(BadInputSpec, match="same name"):
+        Signature((TensorSpec.parse("x:float32[1]"), TensorSpec.parse("x:float32[2]")))

@@ -1,0 +1,283 @@
+"""What a user can have: each kind of source opened, and each way it can be wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from safetensors.torch import save_file
+
+from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, UsageError
+from accel.runtimes.base import open_session
+from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources import open_source
+from accel.sources.onnx_file import describe, open_onnx
+from accel.sources.torch_call import NamedModule, flatten
+
+IMAGE = ["x:float32[batch,3,32,32]"]
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
+
+
+NET = """
+import torch
+from torch.nn import Linear, ReLU, Sequential
+def make():
+    return Sequential(Linear(6, 4), ReLU(), Linear(4, 2))
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    return f"{path}:make"
+
+
+def test_a_factory_in_a_file(my_model: Path) -> None:
+    """Fails if outputs, their dtypes, or which of their dims follow the batch aren't found by running it."""
+    found = open_source(f"{my_model}:make", inputs=IMAGE)
+    assert found.signature.inputs == (TensorSpec.parse(IMAGE[0]),)
+    assert found.signature.outputs == (TensorSpec("output", "float32", ("batch", 5)),)
+    assert [Path(f["path"]).name for f in found.source["files"]] == ["my_model.py"]
+
+
+def test_a_factory_in_a_module_declares_itself() -> None:
+    """Fails if the declaration's inputs, ranges, output names or weight files are not used."""
+    found = open_source("accel.examples.minilm:model")
+    assert str(found.signature.inputs[0]) == "input_ids:int64[batch,sequence]{0..30521}"
+    assert found.signature.outputs == (TensorSpec("embedding", "float32", ("batch", 384)),)
+    assert found.signature.dims["sequence"] == DimRange(8, 128, 512)
+    assert Path(found.source["files"][0]["path"]).name == "model.safetensors"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pt", "sharded", "nested", "ddp"])
+def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
+    """Fails if any of the usual forms of a state dict is not loaded, or not recorded as what the chain starts from."""
+    state = {k: v.clone() for k, v in net().state_dict().items()}
+    path = tmp_path / "w.pt"
+    if form == "safetensors":
+        path = tmp_path / "w.safetensors"
+        save_file(state, str(path))
+    elif form == "sharded":
+        path = tmp_path / "model.safetensors.index.json"
+        names = sorted(state)
+        save_file({names[0]: state[names[0]]}, str(tmp_path / "a.safetensors"))
+        save_file({n: state[n] for n in names[1:]}, str(tmp_path / "b.safetensors"))
+        files = {n: "a.safetensors" if n == names[0] else "b.safetensors" for n in names}
+        path.write_text(json.dumps({"weight_map": files}))
+    elif form == "nested":
+        torch.save({"epoch": 3, "state_dict": state}, path)
+    else:
+        torch.save({f"module.{k}": v for k, v in state.items()} if form == "ddp" else state, path)
+    found = open_source(factory, inputs=["input:float32[batch,6]"], weights=path)
+    feeds = found.signature.example_inputs(batch=3)
+    with open_session(found) as session, torch.inference_mode():
+        wanted = net()(torch.from_numpy(feeds["input"])).numpy()
+        np.testing.assert_array_equal(session.run(feeds)["output"], wanted)
+    assert str(path) in [f["path"] for f in found.source["files"]]
+
+
+def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
+    """Fails if a pickle with code runs, or if wrong, truncated, empty or missing weights don't say what is wrong."""
+    state = net().state_dict()
+    mark = tmp_path / "ran"
+
+    class Touch:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
+            return Path.touch, (mark,)
+
+    def refused(name: str, write: object, error: type[AccelError], words: str) -> None:
+        path = tmp_path / name
+        if callable(write):
+            write(path)
+        with pytest.raises(error, match=words):
+            open_source(factory, inputs=["input:float32[batch,6]"], weights=path)
+
+    refused("evil.pt", lambda p: torch.save({"a": Touch()}, p), BadSource, "not unpickled")
+    refused("evil2.pt", lambda p: p.write_bytes(pickle.dumps(Touch())), BadSource, "not unpickled")
+    assert not mark.exists(), "the code in a pickle ran"
+    refused("gone.pt", None, BadSource, "does not exist")
+    refused("empty.pt", lambda p: p.touch(), InvalidModel, "is empty")
+    refused("list.pt", lambda p: torch.save([1, 2], p), BadSource, "not a state dict")
+    refused("less.pt", lambda p: torch.save({"0.weight": state["0.weight"]}, p), BadSource, "lacks '0.bias'")
+    refused("more.pt", lambda p: torch.save({**state, "new": torch.ones(1)}, p), BadSource, "holds 'new'")
+    shape = {**state, "0.bias": torch.ones(9)}
+    refused("shape.pt", lambda p: torch.save(shape, p), BadSource, r"'0.bias' is \[9\], the model's is \[4\]")
+
+    def truncated(path: Path) -> None:
+        save_file(state, str(path))
+        path.write_bytes(path.read_bytes()[:-20])
+
+    refused("cut.safetensors", truncated, InvalidModel, "truncated")
+    refused(
+        "cut.pt", lambda p: (torch.save(state, p), p.write_bytes(p.read_bytes()[:300])), AccelError, "save the weights"
+    )
+    index = {"weight_map": {"0.weight": "../out.safetensors"}}
+    refused("up.index.json", lambda p: p.write_text(json.dumps(index)), InvalidModel, "outside its folder")
+    lost = {"weight_map": {"0.weight": "lost.safetensors"}}
+    refused("lost.index.json", lambda p: p.write_text(json.dumps(lost)), BadSource, "lost.safetensors")
+    refused("no.index.json", lambda p: p.write_text("[]"), InvalidModel, "no weight_map")
+
+
+def test_an_exported_program(tmp_path: Path) -> None:
+    """Fails if a .pt2 loses its dynamic batch or computes something else."""
+    batch = torch.export.Dim("batch", min=1, max=16)
+    program = torch.export.export(net(), (torch.ones(2, 6),), dynamic_shapes=({0: batch},))
+    path = tmp_path / "net.pt2"
+    torch.export.save(program, path)
+    found = open_source(path)
+    assert found.signature.inputs[0].shape == ("batch", 6)
+    feeds = found.signature.example_inputs(batch=5)
+    with open_session(found) as session, torch.inference_mode():
+        wanted = net()(torch.from_numpy(feeds["input"])).numpy()
+        np.testing.assert_allclose(session.run(feeds)["output"], wanted, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_torchscript(tmp_path: Path) -> None:
+    """Fails if a TorchScript file can't be opened, or if weights without code are taken for one."""
+    path = tmp_path / "net.pt"
+    torch.jit.trace(net(), torch.ones(2, 6)).save(str(path))
+    found = open_source(path, inputs=["input:float32[batch,6]"])
+    with open_session(found) as session:
+        assert session.run(session.example_inputs(batch=4))["output"].shape == (4, 2)
+    weights = tmp_path / "weights.pt"
+    torch.save(net().state_dict(), weights)
+    with pytest.raises(BadSource, match=r"FILE\.py:FACTORY --weights"):
+        open_source(weights)
+
+
+def test_a_transformers_folder(tmp_path: Path) -> None:
+    """Fails if inputs aren't read from the config (both ids and mask, vocabulary as bounds)."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=40,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    found = open_source(tmp_path / "bert")
+    assert [spec.name for spec in found.signature.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert found.signature.input("input_ids").values == (0, 49)
+    assert found.signature.dims["sequence"].max == 40
+    assert found.signature.outputs[0] == TensorSpec("last_hidden_state", "float32", ("batch", "sequence", 16))
+    for file in (tmp_path / "bert").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(BadSource, match=r"no \.safetensors"):
+        open_source(tmp_path / "bert")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("no/such/file.py:make", "does not exist"),
+        ("no_such_package.module:make", "no file, folder or importable module"),
+        ("json:nothing", "has no 'nothing'"),
+        ("{dir}/boom.py:make", "raised ZeroDivisionError.*boom.py line 3"),
+        ("{dir}/syntax.py:make", "raised SyntaxError"),
+        ("{dir}/number.py:make", "returned int"),
+        ("{dir}/number.py", "write .*number.py:NAME with one of: make"),
+        ("{dir}/net.py:make", "pass --input"),
+        ("{dir}", "no config.json"),
+        ("{dir}/text.pt", "neither a PyTorch file nor whole"),
+        ("{dir}/text.pt2", "no exported program"),
+        ("{dir}/gone.pt2", "does not exist"),
+        ("{dir}/gone.onnx", "does not exist"),
+    ],
+)
+def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> None:
+    """Fails if a source that can't be opened gives a traceback or a message without the reason."""
+    (tmp_path / "boom.py").write_text("def make():\n    x = 1\n    return x / 0\n")
+    (tmp_path / "syntax.py").write_text("def make(:\n")
+    (tmp_path / "number.py").write_text("def make():\n    return 3\n")
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "text.pt").write_text("hello")
+    (tmp_path / "text.pt2").write_text("hello")
+    with pytest.raises(UsageError, match=words):
+        open_source(source.format(dir=tmp_path))
+
+
+def test_inputs_that_do_not_fit(my_model: Path) -> None:
+    """Fails if a wrong shape or an unknown dim is only found deep in an exporter."""
+    with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
+        open_source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"])
+    with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):
+        open_source(f"{my_model}:make", inputs=IMAGE, dims={"sequence": (1, 2, 3)})
+
+
+def test_outputs_by_name() -> None:
+    """Fails if nested, named or missing outputs are matched by anything but their names."""
+    t = torch.ones(1)
+    assert list(flatten({"a": t, "b": [t, t], "c": None})) == ["a", "b_0", "b_1"]
+    assert list(flatten((t, {"k": t}))) == ["output_0", "output_1_k"]
+    assert list(flatten([t])) == ["output"]
+
+    class TwoInputs(torch.nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a - b
+
+    by_keyword = NamedModule(TwoInputs(), ["b", "a"])
+    assert by_keyword.by_name(torch.tensor(1.0), torch.tensor(5.0))["output"] == 4.0
+
+
+def _onnx(tmp_path: Path, model: onnx.ModelProto) -> Path:
+    path = tmp_path / "m.onnx"
+    onnx.save(model, str(path))
+    return path
+
+
+def _gather(vocabulary: int = 11) -> onnx.ModelProto:
+    table = helper.make_tensor("table", TensorProto.FLOAT, [vocabulary, 2], [0.5] * (2 * vocabulary))
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["table", "ids"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", None])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", None, 2])],
+        [table],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_what_an_onnx_file_declares(tmp_path: Path) -> None:
+    """Fails if opset, IR, unnamed dims or the bounds of an embedding's indices are misread: random token ids outside
+    the table would crash every gate."""
+    path = _onnx(tmp_path, _gather())
+    signature, properties = describe(path)
+    assert (properties["opset"], properties["ir"], properties["precision"]) == (17, 8, "fp32")
+    assert signature.inputs == (TensorSpec("ids", "int64", ("n", "ids_1"), (0, 10)),)
+    found = open_onnx(path)
+    assert isinstance(found.signature, Signature)
+    with open_session(found) as session:
+        session.run(session.example_inputs(n=3))
+
+
+def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
+    """Fails if a damaged ONNX file crashes the process or raises anything but an accel error."""
+    good = _gather().SerializeToString()
+    path = tmp_path / "flipped.onnx"
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(6):
+        bad = bytearray(good)
+        for position in rng.integers(0, len(bad), 3):
+            bad[position] ^= 1 << int(rng.integers(0, 8))
+        path.write_bytes(bad)
+        try:
+            open_onnx(path)
+        except AccelError:
+            refused += 1
+    assert refused > 0
+    for length in (1, 7, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:length])
+        with pytest.raises(AccelError):
+            open_onnx(path)

@@ -1,0 +1,269 @@
+"""Running stages: the contract, the gates, the cache. The stages here are tiny and planted with one fault each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from accel.artifact import Artifact, manifest_path
+from accel.cache import StageCache
+from accel.errors import ChainBroken, GateFailed, SignatureDrift, UnsupportedHere
+from accel.signature import DimRange
+from accel.sources.onnx_file import open_onnx
+from accel.stage import Stage, StageConfig, config_json, run_stage
+from accel.verify.gates import OutputGate
+
+CALLS: list[str] = []
+
+
+def affine_model(
+    batch: str | int = "batch", opset: int = 20, name: str = "y", shape: tuple[int, ...] = (-1, 4)
+) -> onnx.ModelProto:
+    """y = reshape(x, shape) * 2 + 1."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("Reshape", ["x", "shape"], ["flat"]),
+            helper.make_node("Mul", ["flat", "two"], ["double"]),
+            helper.make_node("Add", ["double", "one"], [name]),
+        ],
+        "affine",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 4])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, 4])],
+        [
+            numpy_helper.from_array(np.array(shape, np.int64), "shape"),
+            numpy_helper.from_array(np.float32(2), "two"),
+            numpy_helper.from_array(np.float32(1), "one"),
+        ],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedConfig(StageConfig):
+    fault: str = ""
+    file: Path | None = None
+
+
+def planted(src: Artifact, config: PlantedConfig, out: Path) -> Artifact:
+    """Copies the model with one fault in it."""
+    CALLS.append(config.fault)
+    faults: dict[str, Callable[[], onnx.ModelProto]] = {
+        "": affine_model,
+        "batch": lambda: affine_model(batch=1),
+        "baked": lambda: affine_model(shape=(1, 4)),
+        "opset": lambda: affine_model(opset=19),
+        "name": lambda: affine_model(name="z"),
+        "wrong": lambda: _with_constant(affine_model(), "one", 1.01),
+        "nothing": affine_model,
+    }
+    if config.fault == "raises":
+        raise KeyboardInterrupt
+    if config.fault == "killed":
+        out.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    onnx.save(faults[config.fault](), str(out))
+    return Artifact(path=out, kind="onnx", signature=src.signature)
+
+
+def _with_constant(model: onnx.ModelProto, name: str, value: float) -> onnx.ModelProto:
+    for tensor in model.graph.initializer:
+        if tensor.name == name:
+            tensor.CopyFrom(numpy_helper.from_array(np.float32(value), name))
+    return model
+
+
+STAGE = Stage(
+    name="planted",
+    function=f"{__name__}:planted",
+    config=f"{__name__}:PlantedConfig",
+    takes=("onnx",),
+    gives="onnx",
+    suffix=".onnx",
+    packages=("onnx",),
+)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_stage"])
+
+
+@pytest.fixture
+def source(tmp_path: Path, own_cache: Path) -> Artifact:
+    path = tmp_path / "affine.onnx"
+    onnx.save(affine_model(), str(path))
+    CALLS.clear()
+    return open_onnx(path, dims={"batch": DimRange(1, 1, 8)}, probe=False)
+
+
+def run(source: Artifact, fault: str, out: Path | None = None, limit: float = 1e-4) -> Artifact:
+    return run_stage(
+        "planted", source, PlantedConfig(fault=fault), gates=[OutputGate(limit=limit)], out=out, stage=STAGE
+    )
+
+
+def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
+    """Fails if the manifest doesn't hold the stage, its hashes and its gates at batch 1, 2 and 8."""
+    made = run(source, "", tmp_path / "out.onnx")
+    assert made.path.is_file()
+    record = made.history[-1]
+    assert record["input"] == source.digest
+    assert record["output"] == list(made.hashes().values())
+    assert {g["case"] for g in record["gates"]} >= {"batch=1", "batch=2", "batch=8"}
+    assert all(g["passed"] for g in record["gates"])
+    assert Artifact.open(made.path).manifest == made.manifest
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("batch", "stage planted turned the dim 'batch' of the input 'x' into 1"),
+        ("opset", "stage planted gave opset 19 where 20 was to be"),
+        ("name", "stage planted lost the output 'y'"),
+    ],
+)
+def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
+    """Fails if a baked-in batch, a drifted opset or a lost name passes, or isn't laid to the stage that caused it."""
+    out = tmp_path / "out.onnx"
+    with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
+        run(source, fault, out)
+    assert not out.exists()
+
+
+def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_path: Path) -> None:
+    """Fails if the gate runs at one batch size only: the file says `batch`, and works at 1."""
+    with pytest.raises(GateFailed, match="batch=2"):
+        run(source, "baked", tmp_path / "out.onnx")
+
+
+def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> None:
+    """Fails if wrong numbers pass, if the bad file is lost, or if it gets the final name."""
+    out = tmp_path / "out.onnx"
+    out.write_bytes(b"what was there before")
+    with pytest.raises(
+        GateFailed, match=r"rel_l2 .* the limit is 0.0001; the file is set aside as .*out.onnx.rejected"
+    ):
+        run(source, "wrong", out)
+    assert out.read_bytes() == b"what was there before"
+    assert onnx.load(str(tmp_path / "out.onnx.rejected")).graph.node
+    with pytest.raises(GateFailed):
+        run(source, "wrong", out)
+    assert CALLS == ["wrong", "wrong"], "a failed stage must not be taken from the cache"
+
+
+def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
+    """Fails if an identical stage runs again, or if its cached result differs."""
+    first = run(source, "", tmp_path / "a.onnx")
+    second = run(source, "", tmp_path / "b.onnx")
+    assert CALLS == [""]
+    assert first.digest == second.digest
+
+
+def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path) -> None:
+    """Fails if another limit, another option or another file content is taken for the same run; or another path to the
+    same content for a different one."""
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    one.write_text("a")
+    same.write_text("a")
+    other.write_text("b")
+    run(source, "")
+    run(source, "", limit=1e-3)
+    assert len(CALLS) == 2
+    assert (
+        config_json(PlantedConfig(file=one))["file"]["sha256"]
+        == config_json(PlantedConfig(file=same))["file"]["sha256"]
+    )
+    assert config_json(PlantedConfig(file=one)) != config_json(PlantedConfig(file=other))
+
+
+def test_a_damaged_cache_entry_is_made_again(source: Artifact, own_cache: Path, tmp_path: Path) -> None:
+    """Fails if damaged bytes in the cache are handed out."""
+    made = run(source, "")
+    blob = bytearray(made.path.read_bytes())
+    blob[len(blob) // 2] ^= 1
+    made.path.write_bytes(blob)
+    again = run(source, "", tmp_path / "out.onnx")
+    assert CALLS == ["", ""]
+    assert again.hashes() == dict(again.manifest.files)  # type: ignore[union-attr]
+
+
+def test_an_interrupted_stage_leaves_nothing(source: Artifact, own_cache: Path, tmp_path: Path) -> None:
+    """Fails if Ctrl-C in a stage leaves a file under a final name or in the cache."""
+    with pytest.raises(KeyboardInterrupt):
+        run(source, "raises", tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
+    assert [p for p in own_cache.rglob("*") if p.is_file()] == []
+
+
+def test_sigkill_then_resume(source: Artifact, own_cache: Path, tmp_path: Path) -> None:
+    """Fails if a run killed in its second stage repeats the first, or leaves a half-written file under a final name."""
+    code = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        "import test_stage as t\n"
+        "from dataclasses import replace\n"
+        "from pathlib import Path\n"
+        "from accel.sources.onnx_file import open_onnx\n"
+        "from accel.signature import DimRange\n"
+        "source = open_onnx(Path(sys.argv[1]), dims={'batch': DimRange(1, 1, 8)}, probe=False)\n"
+        "stage = replace(t.STAGE, function='test_stage:planted')\n"
+        "first = t.run_stage('planted', source, t.PlantedConfig(fault=''), stage=stage)\n"
+        "print(len(t.CALLS), flush=True)\n"
+        "t.run_stage('planted', first, t.PlantedConfig(fault=sys.argv[2]), stage=stage, out=Path(sys.argv[3]))\n"
+    )
+    out = tmp_path / "final.onnx"
+
+    def process(fault: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", code, str(source.path), fault, str(out)]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    killed = process("killed")
+    assert killed.returncode == -signal.SIGKILL
+    assert killed.stdout.split() == ["1"], killed.stderr
+    assert not out.exists()
+    resumed = process("nothing")
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.split() == ["0"], "the first stage ran again"
+    assert out.is_file()
+    leftovers = list((own_cache / "scratch").iterdir())
+    assert leftovers == [], "what the killed run left behind is still there"
+
+
+def test_wrong_kind(source: Artifact) -> None:
+    """Fails if a stage is handed something it doesn't take."""
+    from dataclasses import replace
+
+    with pytest.raises(UnsupportedHere, match="takes onnx"):
+        run(replace(source, kind="engine"), "")
+
+
+def test_one_flipped_byte_of_a_manifest_is_found(source: Artifact, tmp_path: Path) -> None:
+    """Fails if any single byte of a sidecar can be changed unnoticed (white space and digits included)."""
+    made = run(source, "", tmp_path / "out.onnx")
+    sidecar = manifest_path(made.path)
+    good = sidecar.read_bytes()
+    for position in range(0, len(good), max(1, len(good) // 300)):
+        bad = bytearray(good)
+        bad[position] ^= 1
+        sidecar.write_bytes(bad)
+        with pytest.raises(ChainBroken):
+            Artifact.open(made.path)
+    sidecar.write_bytes(good)
+    Artifact.open(made.path)
+
+
+def test_cache_is_bounded(source: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if entries are kept above the limit."""
+    monkeypatch.setenv("ACCEL_CACHE_GB", "0")
+    run(source, "")
+    run(source, "", limit=1e-3)
+    assert len(list(StageCache().root.joinpath("stages").iterdir())) == 1

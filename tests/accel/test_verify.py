@@ -1,0 +1,122 @@
+"""Comparing outputs, and accel verify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from accel.artifact import Artifact
+from accel.errors import BadData
+from accel.signature import Signature, TensorSpec
+from accel.verify.compare import compare, difference
+from accel.verify.data import Dataset
+
+floats = hnp.arrays(
+    np.float32, hnp.array_shapes(min_dims=1, max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32)
+)
+
+
+@given(floats, st.floats(1e-3, 10))
+def test_a_difference_is_what_was_added(value: np.ndarray, delta: float) -> None:
+    """Fails if the largest difference isn't the one that was planted, or an equal output isn't equal."""
+    assert difference("y", value, value).max_abs == 0
+    moved = value.astype(np.float64)
+    moved.flat[0] += delta
+    found = difference("y", value, moved)
+    assert found.max_abs == pytest.approx(delta, rel=1e-9)
+    norm = np.linalg.norm(value.astype(np.float64))
+    if norm:
+        assert found.rel_l2 == pytest.approx(delta / norm, rel=1e-9)
+
+
+def test_nan_is_never_close() -> None:
+    """Fails if a NaN or an infinity where the reference has none passes for a number."""
+    good = np.array([1.0, 2.0], np.float32)
+    for bad in (np.nan, np.inf):
+        found = difference("y", good, np.array([1.0, bad], np.float32))
+        assert found.problem
+        assert found.rel_l2 == np.inf
+    masked = np.array([1.0, -np.inf], np.float32)
+    assert difference("y", masked, masked).rel_l2 == 0
+
+
+def test_outputs_are_matched_by_name() -> None:
+    """Fails if outputs in another order are compared by position, or a missing one goes unnoticed."""
+    a, b = np.zeros(2), np.ones(2)
+    assert all(d.max_abs == 0 for d in compare({"a": a, "b": b}, {"b": b, "a": a}))
+    assert compare({"a": a}, {"b": b})[0].problem.startswith("it is missing")
+    assert "its shape is [3]" in compare({"a": a}, {"a": np.zeros(3)})[0].problem
+
+
+def test_the_command(cli: Any, minilm: Artifact, minilm_data: Path) -> None:
+    """Fails if an export isn't seen to be the same as PyTorch on real text."""
+    ran = cli("verify", "accel.examples.minilm:model", minilm.path, "--data", minilm_data, "--json")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["passed"] is True
+    assert body["outputs"]["embedding"]["max_abs"] < 1e-5
+
+
+def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a changed weight passes, or fails without saying which output is off by how much."""
+    model = onnx.load(str(digits.path))
+    tensor = next(t for t in model.graph.initializer if len(t.dims) == 4)
+    values = onnx.numpy_helper.to_array(tensor) * np.float32(1.1)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    other = tmp_path / "other.onnx"
+    onnx.save(model, str(other))
+    ran = cli("verify", digits.path, other, "--json")
+    assert ran.code == 1
+    body = json.loads(ran.stdout)
+    assert body["passed"] is False
+    assert "output 'logits': rel_l2" in body["problems"][0]
+
+
+def test_two_different_signatures(cli: Any, digits: Artifact, minilm: Artifact) -> None:
+    """Fails if models of different inputs are compared."""
+    ran = cli("verify", digits.path, minilm.path, "-q")
+    assert ran.code == 2
+    assert "give two forms of one model" in ran.stderr
+
+
+SIGNATURE = Signature((TensorSpec.parse("x:float32[batch,n]"), TensorSpec.parse("ids:int64[batch]")))
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 12)))
+def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size: int, limit: int | None) -> None:
+    """Fails if a sample is lost, repeated or reordered, or the limit isn't kept."""
+    path = tmp_path_factory.mktemp("data") / "d.npz"
+    np.savez(path, x=np.ones((count, 3), np.float32), ids=np.arange(count))
+    found = [b["ids"] for b in Dataset.load(path, SIGNATURE).batches(size, limit)]
+    assert all(len(ids) <= size for ids in found)
+    np.testing.assert_array_equal(np.concatenate(found), np.arange(count)[:limit])
+
+
+def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
+    """Fails if a gate at another shape runs on numbers that are not in the data."""
+    path = tmp_path / "d.npz"
+    np.savez(path, x=np.arange(12, dtype=np.float32).reshape(3, 4), ids=np.arange(3))
+    feeds = Dataset.load(path, SIGNATURE).shaped({"batch": 5, "n": 6}, 1)
+    assert feeds["x"].shape == (5, 6)
+    np.testing.assert_array_equal(feeds["ids"], [1, 2, 0, 1, 2])
+    np.testing.assert_array_equal(feeds["x"][0], [4, 5, 6, 7, 4, 5])
+
+
+def test_a_folder_of_parts(tmp_path: Path) -> None:
+    """Fails if parts of different lengths can't be mixed, or labels of the parts get lost."""
+    np.savez(tmp_path / "a.npz", x=np.ones((2, 3), np.float32), ids=np.zeros(2, np.int64), y=np.array([1, 2]))
+    np.savez(tmp_path / "b.npz", x=np.ones((1, 9), np.float32), ids=np.zeros(1, np.int64), y=np.array([3]))
+    data = Dataset.load(tmp_path, SIGNATURE)
+    assert len(data) == 3
+    assert data.extra()["y"].tolist() == [1, 2, 3]
+    (tmp_path / "c.npz").write_text("x")
+    with pytest.raises(BadData, match=r"c\.npz"):
+        Dataset.load(tmp_path, SIGNATURE)

@@ -1,0 +1,153 @@
+"""What the whole suite shares: one stage cache, and the real models exported once."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from accel.artifact import Artifact
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every test uses one cache of this run, never the user's."""
+    before = os.environ.get("ACCEL_CACHE_DIR")
+    os.environ["ACCEL_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["ACCEL_CACHE_DIR"]
+    else:
+        os.environ["ACCEL_CACHE_DIR"] = before
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for tests that watch what it does."""
+    folder = tmp_path / "own-cache"
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(folder))
+    return folder
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command did."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> object:
+    """``cli("export", ...)`` runs the accel command in this process, exactly as ``main`` does."""
+    import click
+
+    from accel.cli import group, run
+
+    @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+    @click.argument("words", nargs=-1, type=click.UNPROCESSED)
+    def whole(words: Sequence[str]) -> None:
+        raise SystemExit(run(group, list(words)))
+
+    def call(*words: str | Path) -> Ran:
+        monkeypatch.setenv("COLUMNS", "200")
+        result = CliRunner().invoke(whole, ["--", *map(str, words)], catch_exceptions=False)
+        return Ran(result.exit_code, result.stdout, result.stderr)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the exported models of this run."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def minilm(models: Path, _one_cache: None) -> Artifact:
+    """all-MiniLM-L6-v2 with its real weights, exported and simplified, largest shape 4x256."""
+    from accel.api.export import export
+
+    return export(
+        "accel.examples.minilm:model",
+        out=models / "minilm.onnx",
+        dims={"batch": (1, 1, 4), "sequence": (8, 64, 256)},
+    )
+
+
+@pytest.fixture(scope="session")
+def minilm_data(models: Path) -> Path:
+    """32 real texts of 64 tokens."""
+    from accel.examples import minilm as example
+
+    path = models / "calib.npz"
+    np.savez(path, **example.calibration_data(32, 64))  # type: ignore[arg-type]
+    return path
+
+
+@pytest.fixture(scope="session")
+def digits_weights(models: Path) -> Path:
+    """A net that was really trained on the digits."""
+    from accel.examples import digits as example
+
+    path = models / "digits.safetensors"
+    accuracy = example.train(path, epochs=4)
+    assert accuracy > 0.95
+    return path
+
+
+@pytest.fixture(scope="session")
+def digits(models: Path, digits_weights: Path, _one_cache: None) -> Artifact:
+    """That net as ONNX."""
+    from accel.api.export import export
+
+    return export("accel.examples.digits:model", weights=digits_weights, out=models / "digits.onnx")
+
+
+@pytest.fixture(scope="session")
+def digits_data(models: Path) -> tuple[Path, Path]:
+    """Calibration images, and labelled test images."""
+    from accel.examples import digits as example
+
+    parts = example.data()
+    calibration, test = models / "digits_calib.npz", models / "digits_test.npz"
+    np.savez(calibration, image=parts["train"]["image"][:128])
+    np.savez(test, **parts["test"])  # type: ignore[arg-type]
+    return calibration, test
+
+
+MY_MODEL = textwrap.dedent(
+    """
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = torch.nn.Conv2d(3, 8, 3, padding=1)
+            self.head = torch.nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.conv(x)).mean((2, 3)))
+
+    def make():
+        return Net()
+    """
+)
+
+
+@pytest.fixture
+def my_model(tmp_path: Path) -> Path:
+    """A factory in a file, as a user has one."""
+    path = tmp_path / "my_model.py"
+    path.write_text(MY_MODEL)
+    return path

@@ -1,0 +1,86 @@
+"""The README does what it says: its Python and its commands are run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+METRIC = """
+def top1(outputs, data):
+    return float((outputs["output"].argmax(1) == data["label"]).mean())
+"""
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture
+def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the README speaks of."""
+    folder = my_model.parent
+    rng = np.random.default_rng(0)
+    for name in ("samples", "test"):
+        x = rng.standard_normal((24, 3, 32, 32)).astype(np.float32)
+        np.savez(folder / f"{name}.npz", x=x, label=np.full(24, 3))
+    (folder / "my_metric.py").write_text(METRIC)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a line of the README's Python raises, or its last two checks don't hold."""
+    found = blocks("python")
+    assert found
+    for code in found:
+        exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-2:] == ["True", "True"]
+
+
+def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
+    """Fails if a command under "Your own model" doesn't work as written."""
+    section = README.partition("## Your own model")[2].partition("\n## ")[0]
+    commands = [
+        line[2:] for block in blocks("console", section) for line in block.splitlines() if line.startswith("$ ")
+    ]
+    assert len(commands) >= 7
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] == "accel"
+        # Less of the same: what is tested is that the words are right, not the figures.
+        faster = ["--rounds", "5"] if words[1] in ("optimize", "bench") else []
+        ran = cli(*words[1:], *faster, "-q")
+        assert ran.code == 0, f"{command}: {ran.stderr}"
+
+
+def test_every_target_and_extra_is_in_the_readme() -> None:
+    """Fails if a target or an extra is added and the README doesn't know it."""
+    import tomllib
+
+    from accel.target import TARGETS
+
+    for name in TARGETS:
+        assert f"`{name}`" in README
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for name in extras:
+        assert f"`{name}`" in README or f"[{name}]" in README, name
+
+
+def test_every_dependency_says_why() -> None:
+    """Fails if a dependency stands in pyproject.toml without its reason, or a pin in constraints.txt isn't exact."""
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        if re.match(r'^  "(?!accel-toolchain)[A-Za-z0-9_.-]+[><=]', line):
+            assert "# " in line, line
+    pins = [
+        x for x in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if x and not x.startswith("#")
+    ]
+    assert all(re.match(r"^[A-Za-z0-9_.-]+==[^ ]+$", pin) for pin in pins)
