@@ -71,6 +71,9 @@ def command(
     def human() -> str:
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
         loss = f", loss {result['loss']:.4f}" if "loss" in result else " (nothing was left to do)"
-        return f"{out / 'final'}: {result['steps']} steps{loss}{', ' + metrics if metrics else ''}\nnow: accel export {out} -o model.onnx"
+        return (
+            f"{out / 'final'}: {result['steps']} steps{loss}{', ' + metrics if metrics else ''}"
+            f"\nnow: accel export {out} -o model.onnx"
+        )
 
     say.result({**result, "final": str(out / "final")}, human)

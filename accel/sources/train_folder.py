@@ -44,7 +44,9 @@ def open_train_folder(folder: Path) -> Found:
     for name, sha256 in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file() or file_sha256(file) != sha256:
-            raise InvalidModel(f"{file} is missing or not the file that training wrote; copy the folder again or train again")
+            raise InvalidModel(
+                f"{file} is missing or not the file that training wrote; copy the folder again or train again"
+            )
     code, factory = load_object(spec, "factory")
     made = call_factory(factory, spec)
     module = made[0] if isinstance(made, tuple) else made

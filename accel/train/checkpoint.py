@@ -4,15 +4,16 @@
     RUN/checkpoints/best.json        which step is the best so far, by which metric
     RUN/final/                       what ``accel export`` takes (see ``accel.train.final``)
 
-A folder without ``run.json`` is unfinished and is never resumed from: that file is written last, after every rank's shards
+A folder without ``run.json`` is unfinished and is never resumed from: that file is written last, after every rank's
+shards
 are on disk, and the folder gets its name after that.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,10 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
 
 from accel.errors import BadCheckpoint, CannotWrite
 from accel.train.config import CheckpointConfig
+
+dcp: Any = torch.distributed.checkpoint  # its names are not declared as exported
 
 RUN = "run.json"
 BEST = "best.json"
@@ -65,13 +68,19 @@ class Checkpoints:
         if self.group is not None:
             dist.barrier(self.group)
         writer = dcp.FileSystemWriter(part, single_file_per_rank=True, thread_count=1, sync_files=True)
-        arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.group, "no_dist": self.group is None}
+        arguments: dict[str, Any] = {
+            "storage_writer": writer,
+            "process_group": self.group,
+            "no_dist": self.group is None,
+        }
         try:
             if self.config.asynchronous and self.group is not None:
                 arguments.pop("no_dist")
                 self._pending = (dcp.async_save(dict(state), **arguments), final, dict(run))
                 return
-            dcp.save(dict(state), **arguments)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(dict(state), **arguments)
         except Exception as error:
             raise _unwritten(part, error) from error
         self._finish(final, dict(run))
@@ -93,7 +102,7 @@ class Checkpoints:
             _write(part / RUN, run)
             if final.exists():
                 shutil.rmtree(final)
-            os.replace(part, final)
+            part.replace(final)
             self._keep()
         if self.group is not None:
             dist.barrier(self.group)
@@ -132,8 +141,11 @@ class Checkpoints:
         Raises ``BadCheckpoint`` where it is unfinished, damaged or of another model than ``model``.
         """
         run = self.check(path, model)
+        reader = dcp.FileSystemReader(path)
         try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self.group, no_dist=self.group is None)
+            with warnings.catch_warnings():  # alone, torch warns that it is
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             raise BadCheckpoint(f"{path} can't be read ({reason}); delete it to resume from the one before") from error
@@ -168,7 +180,9 @@ def _write(path: Path, body: Mapping[str, Any]) -> None:
 
 def _unwritten(path: Path, error: BaseException) -> CannotWrite:
     reason = " ".join(str(error).split())[-200:]
-    return CannotWrite(f"the checkpoint {path} could not be written ({reason}); free some space, the one before is whole")
+    return CannotWrite(
+        f"the checkpoint {path} could not be written ({reason}); free some space, the one before is whole"
+    )
 
 
 def plain(module: torch.nn.Module) -> dict[str, Any]:

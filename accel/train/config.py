@@ -217,6 +217,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, types.GenericAlias):
         if not isinstance(value, list | tuple) or not all(isinstance(v, int | float) for v in value):
             raise BadConfig(f"{where} is a list of numbers, not {value!r}; write e.g. {where} = [0.9, 0.95]")
+        if len(value) != 2:
+            raise BadConfig(f"{where} has {len(value)} numbers; give two, e.g. {where} = [0.9, 0.95]")
         return tuple(float(v) for v in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

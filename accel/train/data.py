@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ Sample = tuple[Any, Any]
 
 
 class Order(torch.utils.data.Sampler[int]):
-    """The samples of one data-parallel rank: all of an epoch shuffled with (seed, epoch), global batches cut out of it in
+    """The samples of one data-parallel rank: all of an epoch shuffled with (seed, epoch), global batches cut out of
+    it in
     turn, of each batch the rank's own part. So the global batch of a step is the same on any number of ranks.
 
     ``first``: the step to begin with. What doesn't fill the last global batch of an epoch is left out of that epoch.
@@ -57,8 +59,10 @@ def loader(
     makes resuming exact on another world size too. Raises ``BadData`` where the data is shorter than a batch.
     """
     try:
-        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtra("torchdata", "train") from error
     order = Order(len(data), global_batch=global_batch, rank=rank, ranks=ranks, seed=seed, first=first)
-    return StatefulDataLoader(data, batch_size=micro_batch, sampler=order, num_workers=processes)  # type: ignore[arg-type]
+    with warnings.catch_warnings():  # its constructor calls a deprecated function of torch
+        warnings.filterwarnings("ignore", message=".*set_vital.*")
+        return StatefulDataLoader(data, batch_size=micro_batch, sampler=order, num_workers=processes)

@@ -1,14 +1,14 @@
 """``final/``: the trained model as ``accel export`` takes it.
 
-    model-00001-of-0000N.safetensors  whole tensors, and model.safetensors.index.json
-    config.json                       the factory (spec), sha256 of each file, the training config, metrics, the signature
-    inputs.safetensors                the inputs of a few samples
+model-00001-of-0000N.safetensors  whole tensors, and model.safetensors.index.json
+config.json                       the factory (spec), sha256 of each file, the training config, metrics, the signature
+inputs.safetensors                the inputs of 64 samples: where the factory declares no signature, names and ranges
+come from them
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,8 @@ SHARD_BYTES = 4 * 2**30
 
 
 def gather(state: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Whole tensors on the CPU of rank 0, None on the others; every rank has to call it. One tensor at a time is whole on
+    """Whole tensors on the CPU of rank 0, None on the others; every rank has to call it. One tensor at a time is
+    whole on
     the other ranks."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, torch.Tensor] = {}
@@ -60,7 +61,7 @@ def write_final(
             size = 0
         groups[-1][name] = tensor
         size += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         save_file(group, str(part / file), metadata={"format": "pt"})
@@ -81,6 +82,6 @@ def write_final(
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        os.replace(folder, old)
-    os.replace(part, folder)
+        folder.replace(old)
+    part.replace(folder)
     shutil.rmtree(old, ignore_errors=True)

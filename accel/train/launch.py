@@ -58,13 +58,19 @@ def train(
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
-        # After a rank was killed, its successors would read the stale keys of a store that is shared with the rendezvous.
+        # After a rank was killed, its successors would read the stale keys of a store that is shared with the
+        # rendezvous.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc)),
     }
     with (out / "ranks.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, *program], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            [sys.executable, *program],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
         )
         try:
             _follow(process, out / LOG)
@@ -87,16 +93,24 @@ def first_errors(out: Path, nproc: int, code: int) -> AccelError:
     silent = [str(r) for r in range(nproc) if r not in {body["rank"] for body in found}]
     if not found:
         lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
-        return TrainingFailed(f"the ranks died without a word (exit code {code}): {lines[-1] if lines else ''}; see {out / 'ranks.log'}")
+        return TrainingFailed(
+            f"the ranks died without a word (exit code {code}): {lines[-1] if lines else ''}; see {out / 'ranks.log'}"
+        )
     first, *others = found
     told = {first["error"]}
-    words = [f"rank {first['rank']}: {first['message'] or first['error']}"] if nproc > 1 else [first["message"] or first["error"]]
+    words = (
+        [f"rank {first['rank']}: {first['message'] or first['error']}"]
+        if nproc > 1
+        else [first["message"] or first["error"]]
+    )
     for body in others:
         if body["error"] not in told:
             told.add(body["error"])
             words.append(f"rank {body['rank']}: {body['error'][:200]}")
     if silent:
-        words.append(f"rank {', '.join(silent)}: ended without an error of its own (killed, or stopped after the others)")
+        words.append(
+            f"rank {', '.join(silent)}: ended without an error of its own (killed, or stopped after the others)"
+        )
     kind = getattr(accel.errors, first["kind"], None)
     if not (isinstance(kind, type) and issubclass(kind, AccelError)) or kind is accel.errors.MissingExtra:
         kind = TrainingFailed
@@ -156,5 +170,3 @@ def find_config(path: Path) -> Path:
         if (folder / path.name).is_file():
             return folder / path.name
     return path
-
-

@@ -32,6 +32,7 @@ from accel.train.precision import (
     scale_gradients,
     scales_loss,
 )
+from accel.train.recompute import recompute
 from accel.train.schedule import learning_rate
 from accel.train.zero import micro_batch, shard
 
@@ -64,8 +65,6 @@ def join(config: TrainConfig) -> Ranks:
     config.validate(world)
     if config.parallel.tp > 1 or config.parallel.pp > 1:
         raise UnsupportedHere("accel train runs data parallel only; set parallel.tp and parallel.pp to 1")
-    if config.parallel.recompute != "none":
-        raise UnsupportedHere("accel train doesn't recompute activations yet; set parallel.recompute to none")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -100,6 +99,7 @@ class Trainer:
             load_object(config.evaluate, "metric")[1] if config.evaluate else None
         )
         self.module = self._model()
+        recompute(self.module, config.parallel.recompute)
         self.called = shard(self.module, ranks.mesh, config.parallel.zero, offload=config.parallel.offload)
         self.optimizer = make_optimizer(self.module, config.optimizer, self.mode)
         self.scale = LossScale(
@@ -160,7 +160,8 @@ class Trainer:
         )
 
     def one_step(self, batches: Iterator[tuple[Any, torch.Tensor]]) -> dict[str, float]:
-        """One optimizer step. The loss is the mean over every counted target of the global batch, and so is the gradient:
+        """One optimizer step. The loss is the mean over every counted target of the global batch, and so is the
+        gradient:
         sums are differentiated, and divided by the count of all ranks and micro-batches once."""
         config, ranks = self.config, self.ranks
         torch.manual_seed((config.seed << 32) + self.step * ranks.world + ranks.rank)  # dropout, the same when resumed
@@ -213,7 +214,8 @@ class Trainer:
             if bad:
                 break
         return (
-            f"the loss is {loss:g} at step {self.step + 1}{bad}; the last checkpoint is kept, look at the data or lower the "
+            f"the loss is {loss:g} at step {self.step + 1}{bad}; the last checkpoint is kept, look at the data or "
+            f"lower the "
             "learning rate"
         )
 
@@ -301,7 +303,7 @@ class Trainer:
 
         factory = load_object(self.config.model, "factory")[1]
         declaration = getattr(factory, "__accel__", None)
-        count = min(4, len(self.data))
+        count = min(64, len(self.data))
         stacked = torch.utils.data.default_collate([self.data[i] for i in range(count)])[0]
         signature = None
         if declaration is not None:

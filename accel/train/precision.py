@@ -89,10 +89,11 @@ class MasterOptimizer:
             group["lr"] = lr
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The optimizer's state on this rank: masters and moments, single numbers left out."""
-        yield from self.master or ()
-        for state in self.inner.state.values():
-            yield from (v for v in state.values() if isinstance(v, torch.Tensor) and v.ndim)
+        """The optimizer's state on this rank: masters and moments (shards as plain tensors), single numbers left
+        out."""
+        for tensor in (*(self.master or ()), *(v for state in self.inner.state.values() for v in state.values())):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim:
+                yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, ``name.master`` and ``name.<moment>``: what a checkpoint stores and reshards."""

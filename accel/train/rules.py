@@ -70,8 +70,6 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         yield f"schedule.warmup is {config.schedule.warmup} of {config.steps} steps; leave steps after the warm-up"
     if config.precision.resolved == "fp16-only" and config.optimizer.name != "sgd" and config.optimizer.eps < 1e-7:
         yield f"optimizer.eps {config.optimizer.eps:g} is 0 in float16; use --optimizer.eps=1e-4 with fp16-only"
-    if len(config.optimizer.betas) != 2:
-        yield f"optimizer.betas has {len(config.optimizer.betas)} numbers; give two, e.g. [0.9, 0.95]"
 
 
 def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:

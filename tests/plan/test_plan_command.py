@@ -84,5 +84,5 @@ def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.C
 def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if keys and values aren't 2 L h s b elements: 2 x 32 x 4096 x 2048 x 4 x 2 bytes."""
     line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
-    assert run(group, [*line.split(), *"--inference --batch 4 --precision fp16 --json".split()]) == 0
+    assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
     assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2
