@@ -109,6 +109,7 @@ class Trainer:
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
         self.skipped = 0
+        self.expected = 0.0  # targets that the last step counted
         self.metrics: dict[str, float] = {}
 
     def _make(self, spec: str) -> Any:
@@ -166,8 +167,10 @@ class Trainer:
         config, ranks = self.config, self.ranks
         torch.manual_seed((config.seed << 32) + self.step * ranks.world + ranks.rank)  # dropout, the same when resumed
         seen = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        # DDP and FSDP average over the ranks; the constant keeps float16 sums small and is taken out again below.
-        forth = ranks.world * self.scale.scale / config.global_batch
+        # DDP and FSDP average over the ranks. The step is divided by what the last one counted, and what that is off
+        # by is put right below: usually nothing, which saves a pass over the gradients, and float16 sums stay small.
+        expected = self.expected or config.global_batch
+        forth = ranks.world * self.scale.scale / expected
         for index in range(self.accumulation):
             x, y = next(batches)
             with micro_batch(self.called, config.parallel.zero, last=index == self.accumulation - 1):
@@ -181,7 +184,8 @@ class Trainer:
         total_loss, counted = seen.tolist()
         if counted == 0:
             raise BadData(f"no target of step {self.step + 1} is counted (all are -100); give data with targets")
-        back = config.global_batch / (self.scale.scale * counted)
+        back = expected / (self.scale.scale * counted)
+        self.expected = counted
         parameters = self.optimizer.parameters
         norm = float(gradient_norm(parameters, ranks.sharding if config.parallel.zero else None)) * back
         mean = total_loss / counted
@@ -263,6 +267,7 @@ class Trainer:
             "metrics": self.metrics,
             "config": dataclasses.asdict(self.config),
             "world": self.ranks.world,
+            "expected": self.expected,
         }
         self.checkpoints.save(self.state(), run)
 
@@ -284,6 +289,7 @@ class Trainer:
         )
         self.scale.load_state_dict(run["scale"])
         self.metrics = dict(run["metrics"])
+        self.expected = float(run["expected"])
         self.step = int(run["step"])
 
     def finish(self) -> None:
