@@ -7,6 +7,7 @@
     │   ├── BadInputSpec            an --input, --dim or --profile that contradicts itself or the model
     │   ├── BadData                 calibration or verification data that doesn't fit the model
     │   ├── BadFeeds                inputs to Session.run that don't fit its signature
+    │   ├── BadConfig               a training or planning config that can't be read or can't run as it is
     │   ├── UnknownName             a target, stage, runtime or precision that doesn't exist
     │   ├── UnsupportedHere         a right request that this machine, target or version can't fulfil
     │   └── MissingExtra            a library that is not installed; names the extra
@@ -17,6 +18,8 @@
     ├── GateFailed                  a stage's output differs from its input by more than the limit
     ├── NothingPassed               accel optimize: no candidate passed its gates
     ├── ChainBroken                 accel inspect --check: a hash doesn't hold
+    ├── TrainingFailed              a run stopped: a loss that is no number, a rank that died or hung
+    ├── BadCheckpoint               a checkpoint that is damaged, unfinished or of another model
     ├── ChildCrashed                a native library died in its child process
     └── CannotWrite                 no permission, no space, or no such folder
 
@@ -58,6 +61,10 @@ class BadData(UsageError):
 
 class BadFeeds(UsageError):
     """Inputs to ``Session.run`` that don't fit the session's signature."""
+
+
+class BadConfig(UsageError):
+    """A training or planning config that can't be read, or can't run as it is."""
 
 
 class UnknownName(UsageError):
@@ -106,6 +113,14 @@ class NothingPassed(AccelError):
 
 class ChainBroken(AccelError):
     """A file's sha256 is not the one its manifest records."""
+
+
+class TrainingFailed(AccelError):
+    """A training run stopped: a loss that is no number, a rank that died or hung."""
+
+
+class BadCheckpoint(AccelError):
+    """A checkpoint that is damaged, unfinished or of another model."""
 
 
 class ChildCrashed(AccelError):

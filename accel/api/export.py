@@ -75,9 +75,10 @@ def check_writable(out: Path) -> None:
 
     if out.is_dir():
         raise IsADirectoryError(21, "is a folder", str(out))
-    out.parent.mkdir(parents=True, exist_ok=True)
+    # The folder itself is made when there is something to put into it.
+    there = next(folder for folder in out.absolute().parents if folder.exists())
     try:
-        with NamedTemporaryFile(dir=out.parent, prefix=".accel-"):
+        with NamedTemporaryFile(dir=there, prefix=".accel-"):
             pass
     except OSError as error:
         error.filename = str(out)

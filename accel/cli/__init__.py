@@ -26,6 +26,8 @@ COMMANDS = {
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
     "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check what is proven here."),
+    "train": ("accel.cli.train", "Train a model on one process or many, to a checkpoint that exports."),
+    "plan": ("accel.cli.plan", "Show what a training run or a deployment takes: memory, communication, time."),
     "doctor": ("accel.cli.doctor", "Show what is installed, what is missing and what it would bring."),
 }
 

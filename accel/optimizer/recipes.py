@@ -15,7 +15,7 @@ from accel.target import PRECISIONS, TARGETS, Target
 
 # What each stage may change (rel_l2), before the user's own budget is asked. int8 is wide: the judge decides there, the
 # gate is to find a lost mask or a baked-in batch.
-STAGE_LIMITS = {"simplify": 1e-4, "fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.5}
+STAGE_LIMITS = {"simplify": 1e-4, "fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "fp16-in-int8": 1e-1, "int8": 0.5}
 
 # What a GPU is known to run fastest, most likely first: the order of the candidates where nothing can be measured.
 UNMEASURED_ORDER = ("fp16", "int8", "bf16", "fp32")
@@ -187,7 +187,9 @@ def _typed(src: Artifact, target: Target, precision: str, request: Request) -> l
     base = {"fp16": "fp16", "bf16": "bf16", "int8": "fp16"}.get(precision)
     if base is None or src.properties.get("precision") in ("fp16", "bf16", "int8"):
         return steps
-    return [*steps, ("cast", CastConfig(precision=base, data=request.data), STAGE_LIMITS[base])]
+    # What fp16 rounds may fall into the next int8 step: beside QDQ a cast changes more than alone.
+    limit = STAGE_LIMITS["fp16-in-int8" if steps else base]
+    return [*steps, ("cast", CastConfig(precision=base, data=request.data), limit)]
 
 
 def _openvino(precision: str) -> Step:

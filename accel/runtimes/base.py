@@ -204,6 +204,8 @@ def default_runtime(artifact: Artifact) -> Runtime:
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:
         return get_runtime(chosen)
+    if toolkit := artifact.properties.get("toolkit"):  # an engine runs on the toolkit that built it
+        return get_runtime(toolkit)
     fitting = [r for r in RUNTIMES.values() if artifact.kind in r.kinds]
     if not fitting:
         raise UnsupportedHere(f"no runtime runs {artifact.kind} artifacts like {artifact.path}")

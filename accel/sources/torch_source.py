@@ -126,6 +126,10 @@ def _precision(module: torch.nn.Module) -> str:
 def _find(spec: str, weights: Path | None) -> Found:
     path = Path(spec)
     if path.is_dir():
+        from accel.sources.train_folder import final_folder, open_train_folder
+
+        if (trained := final_folder(path)) is not None:
+            return open_train_folder(trained)
         from accel.sources.transformers_folder import open_folder
 
         return open_folder(path)
@@ -139,7 +143,7 @@ def _find(spec: str, weights: Path | None) -> Found:
 def _from_factory(spec: str, weights: Path | None) -> Found:
     module, factory = load_object(spec, "factory")
     declaration: Declaration | None = getattr(factory, "__accel__", None)
-    made = _call(factory, spec)
+    made = call_factory(factory, spec)
     example: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor | None = None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         made, example = made
@@ -156,7 +160,7 @@ def _from_factory(spec: str, weights: Path | None) -> Found:
     folder = getattr(getattr(made, "config", None), "_name_or_path", "")
     if folder and Path(folder).is_dir():  # a transformers model that was read from there
         files = [*sorted(Path(folder).glob("*.safetensors")), *files]
-    inputs = declaration.inputs if declaration else _specs_from_example(made, example)
+    inputs = declaration.inputs if declaration else specs_from_example(made, example)
     return Found(
         module=made,
         path=code,
@@ -167,7 +171,7 @@ def _from_factory(spec: str, weights: Path | None) -> Found:
     )
 
 
-def _specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpec, ...]:
+def specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpec, ...]:
     """Example tensors as specs, first dim dynamic: a factory that returns them says no more than that."""
     if example is None:
         return ()
@@ -192,7 +196,8 @@ def _forward_parameters(module: torch.nn.Module) -> list[str]:
     return [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
 
-def _call(factory: Callable[[], Any], spec: str) -> Any:
+def call_factory(factory: Callable[[], Any], spec: str) -> Any:
+    """What ``factory`` makes; ``BadSource`` with the place where it raised."""
     if isinstance(factory, torch.nn.Module):
         return factory
     try:

@@ -1,0 +1,124 @@
+"""From a training config, a model or a handful of numbers to what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import BadConfig
+from accel.plan.search import Plan, search
+from accel.plan.spec import Layout, Machine, ModelSpec
+
+if TYPE_CHECKING:
+    from accel.train.config import TrainConfig
+
+
+def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Plan:
+    """Memory, traffic and time of one layout. Raises ``BadConfig`` where it can't be."""
+    return Plan.of(spec, layout, machine or Machine())
+
+
+def spec_of_config(config: TrainConfig) -> ModelSpec:
+    """The config's model in numbers: its ``[shape]`` where that says enough, else its factories are called."""
+    shape = config.shape
+    given = {name: value for name, value in vars(shape).items() if value}
+    if shape.params or (shape.layers and shape.hidden):
+        return ModelSpec(**{"params": 0, **given})
+    if not config.model:
+        raise BadConfig("the config names no model; give model = 'package.module:factory' or a [shape] table")
+    from accel.plan.measure import spec_of
+    from accel.sources.python_object import load_object
+    from accel.sources.torch_source import call_factory
+
+    module = call_factory(load_object(config.model, "factory")[1], config.model)
+    sample: Any = None
+    if config.data:
+        data = call_factory(load_object(config.data, "dataset factory")[1], config.data)
+        inputs = data[0][0]
+        sample = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    measured = spec_of(module, sample)
+    return replace(measured, **given)
+
+
+def layout_of_config(config: TrainConfig, world: int) -> Layout:
+    """How ``config`` lies on ``world`` ranks. Raises ``BadConfig`` where it can't."""
+    config.validate(world)
+    p = config.parallel
+    return Layout(
+        world=world,
+        zero=p.zero,
+        tp=p.tp,
+        pp=p.pp,
+        precision=config.precision.resolved,
+        optimizer=_optimizer(config),
+        micro_batch=config.micro_batch,
+        accumulation=config.accumulation(world),
+        recompute=p.recompute,
+        pipeline=p.pipeline,
+    )
+
+
+def search_for_config(config: TrainConfig, machine: Machine, world: int) -> list[Plan]:
+    """Every layout of the config's model and global batch that fits, fastest first."""
+    found = search(
+        spec_of_config(config),
+        machine,
+        world=world,
+        global_batch=config.global_batch,
+        precision=config.precision.resolved,
+        optimizer=_optimizer(config),
+        pipeline=config.parallel.pipeline,
+    )
+    return [one for one in found if _runs(config_of(one, config), world)]
+
+
+def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
+    """The training config of a plan: ``base`` with the plan's layout and shape."""
+    from accel.train.config import OptimizerConfig, ShapeConfig, TrainConfig
+
+    layout, spec = chosen.layout, chosen.spec
+    if base is None:
+        optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}
+        shape = ShapeConfig(
+            params=spec.params,
+            layers=spec.layers,
+            hidden=spec.hidden,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            vocab=spec.vocab,
+            seq=spec.seq,
+        )
+        base = TrainConfig(
+            optimizer=optimizer.get(layout.optimizer, OptimizerConfig(name=layout.optimizer)), shape=shape
+        )
+    return replace(
+        base,
+        global_batch=layout.global_batch,
+        micro_batch=layout.micro_batch,
+        precision=base.precision
+        if base.precision.resolved == layout.precision
+        else replace(base.precision, mode=layout.precision),
+        parallel=replace(
+            base.parallel,
+            zero=layout.zero,
+            tp=layout.tp,
+            pp=layout.pp,
+            pipeline=layout.pipeline,
+            recompute=layout.recompute,
+            replicate=1,
+        ),
+    )
+
+
+def _runs(config: TrainConfig, world: int) -> bool:
+    try:
+        config.validate(world)
+    except BadConfig:
+        return False
+    return True
+
+
+def _optimizer(config: TrainConfig) -> str:
+    if config.optimizer.name == "sgd":
+        return "momentum" if config.optimizer.momentum else "sgd"
+    return config.optimizer.name

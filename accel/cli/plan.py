@@ -1,0 +1,255 @@
+"""``accel plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+from accel.errors import BadConfig
+
+if TYPE_CHECKING:
+    from accel.cli import Output
+    from accel.plan.search import Plan
+    from accel.plan.spec import Machine, ModelSpec
+    from accel.train.config import TrainConfig
+
+
+class Quantity(click.ParamType):  # type: ignore[type-arg]
+    """A number with a unit: 80G, 80GiB, 7.5e9, 7.5B."""
+
+    name = "quantity"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
+        from accel.plan.spec import quantity
+
+        return quantity(value) if isinstance(value, str) else float(value)
+
+
+@click.command("plan")
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--params", type=Quantity(), help="Parameters of the model: 7.5e9 or 7.5B.")
+@click.option("--layers", type=int, default=0, help="Transformer layers.")
+@click.option("--hidden", type=int, default=0, help="Hidden size.")
+@click.option("--heads", type=int, default=0, help="Attention heads.")
+@click.option("--kv-heads", type=int, default=0, help="Heads of keys and values, where they are fewer.")
+@click.option("--vocab", type=int, default=0, help="Vocabulary size.")
+@click.option("--seq", type=int, default=0, help="Sequence length.")
+@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Ranks.")
+@click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
+@click.option("--tp", type=int, help="Tensor-parallel ranks.")
+@click.option("--pp", type=int, help="Pipeline stages.")
+@click.option("--precision", help="fp32, bf16, fp16 (float32 master weights), autocast-bf16, ...; int8, int4 to infer.")
+@click.option("--optimizer", help="adam, adamw, momentum or sgd.")
+@click.option("--micro-batch", type=int, help="Samples a rank and pass.")
+@click.option("--global-batch", type=int, help="Samples a step over all ranks.")
+@click.option("--recompute", help="Activation checkpointing: none, selective or full.")
+@click.option("--pipeline", help="gpipe, 1f1b, interleaved or zero-bubble.")
+@click.option("--hpz", type=int, default=0, help="ZeRO++: ranks that hold a second shard of the parameters.")
+@click.option("--qwz", is_flag=True, help="ZeRO++: gather parameters as int8.")
+@click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int4.")
+@click.option("--inference", is_flag=True, help="Weights and KV cache instead of training.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, to infer.")
+@click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. Lists every layout that fits, fastest first.")
+@click.option("--flops", type=Quantity(), help="FLOP/s a rank sustains: 400T.")
+@click.option("--bandwidth", type=Quantity(), help="Bytes/s a rank sends between nodes: 40G.")
+@click.option("--node-bandwidth", type=Quantity(), help="Bytes/s a rank sends inside its node: 300G.")
+@click.option("--node-size", type=int, help="Ranks a node: 8.")
+@click.option("--choose", type=click.IntRange(1), default=1, show_default=True, help="Which of the list --out writes.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the training config of the layout (TOML).")
+@output_options
+def command(config: Path | None, world: int, out: Path | None, choose: int, say: Output, **given: Any) -> None:
+    """Show what a training run takes before it is launched: memory, bytes sent, time.
+
+    CONFIG is a training config (TOML); or describe the model with --params, or --layers, --hidden, --heads, --vocab
+    and --seq. With --hbm every layout that fits is listed, fastest first.
+    """
+    machine = _machine(given)
+    base = _config(config, given)
+    if given["inference"]:
+        _inference(_spec(base, given), given, world, say)
+        return
+    found = _search(base, given, machine, world) if given["hbm"] else [_one(base, given, machine, world)]
+    if choose > len(found):
+        raise BadConfig(f"--choose {choose}, but {len(found)} layouts fit; choose one of them")
+    chosen = found[choose - 1]
+    if out is not None:
+        from accel.api.plan import config_of
+        from accel.artifact import beside
+
+        with beside(out) as temporary:
+            temporary.write_text(config_of(chosen, base).to_toml(), encoding="utf-8")
+    body = chosen.to_json() | {"assumptions": _assumptions(machine, chosen)}
+    if given["hbm"]:
+        body["feasible"] = [plan.to_json() for plan in found]
+    if out is not None:
+        body["config"] = str(out)
+    say.result(body, lambda: _table(found, chosen, machine) if given["hbm"] else _words(chosen, machine))
+
+
+def _config(path: Path | None, given: dict[str, Any]) -> TrainConfig | None:
+    if path is None:
+        return None
+    from accel.train.config import TrainConfig
+
+    names = {
+        "zero": "parallel.zero",
+        "tp": "parallel.tp",
+        "pp": "parallel.pp",
+        "recompute": "parallel.recompute",
+        "pipeline": "parallel.pipeline",
+        "precision": "precision.mode",
+        "micro_batch": "micro_batch",
+        "global_batch": "global_batch",
+        **{name: f"shape.{name}" for name in ("params", "layers", "hidden", "heads", "kv_heads", "vocab", "seq")},
+    }
+    if given["optimizer"]:
+        raise BadConfig("the config names its optimizer; leave out --optimizer")
+    return TrainConfig.load(path, [f"{key}={given[name]}" for name, key in names.items() if given[name]])
+
+
+def _spec(base: TrainConfig | None, given: dict[str, Any]) -> ModelSpec:
+    from accel.api.plan import spec_of_config
+    from accel.plan.spec import ModelSpec
+
+    if base is not None:
+        return spec_of_config(base)
+    shape = {name: given[name] for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq")}
+    return ModelSpec(params=int(given["params"] or 0), **shape)
+
+
+def _machine(given: dict[str, Any]) -> Machine:
+    from accel.plan.spec import Machine
+
+    names = ("flops", "bandwidth", "node_bandwidth", "node_size", "hbm")
+    return Machine(**{name: given[name] for name in names if given[name] is not None})
+
+
+def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, world: int) -> Plan:
+    from accel.api.plan import layout_of_config, plan
+    from accel.plan.spec import Layout
+
+    extra = {name: given[name] for name in ("hpz", "qwz", "qgz") if given[name]}
+    if base is not None:
+        from dataclasses import replace
+
+        return plan(_spec(base, given), replace(layout_of_config(base, world), **extra), machine)
+    names = ("zero", "tp", "pp", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
+    layout = Layout(world=world, **{name: given[name] for name in names if given[name] is not None}, **extra)
+    if given["global_batch"]:
+        from dataclasses import replace
+
+        each = layout.dp * layout.micro_batch
+        if given["global_batch"] % each:
+            raise BadConfig(
+                f"a global batch of {given['global_batch']} is no multiple of micro-batch {layout.micro_batch} x "
+                f"{layout.dp} "
+                f"data-parallel ranks; use a multiple of {each}"
+            )
+        layout = replace(layout, accumulation=given["global_batch"] // each)
+    return plan(_spec(None, given), layout, machine)
+
+
+def _search(base: TrainConfig | None, given: dict[str, Any], machine: Machine, world: int) -> list[Plan]:
+    from accel.api.plan import search_for_config
+    from accel.plan.search import search
+
+    if base is not None:
+        return search_for_config(base, machine, world)
+    return search(
+        _spec(None, given),
+        machine,
+        world=world,
+        global_batch=given["global_batch"] or world,
+        precision=given["precision"] or "bf16",
+        optimizer=given["optimizer"] or "adamw",
+        pipeline=given["pipeline"] or "1f1b",
+    )
+
+
+def _inference(spec: ModelSpec, given: dict[str, Any], world: int, say: Output) -> None:
+    from accel.plan.memory import inference_memory
+
+    weights = given["precision"] or "fp16"
+    memory = inference_memory(spec, weights=weights, world=world, batch=given["batch"])
+    body = {
+        "weight_bytes_per_rank": round(memory.parameters),
+        "kv_cache_bytes_per_rank": round(memory.kv_cache),
+        "temporary_bytes_per_rank": round(memory.temporary),
+        "total_bytes_per_rank": round(memory.total),
+        "precision": weights,
+    }
+    say.result(
+        body,
+        lambda: "\n".join(
+            (
+                f"{spec.params / 1e9:.4g} B parameters as {weights} on {world} ranks, {given['batch']} sequences "
+                f"of {spec.seq}",
+                f"  weights    {_size(memory.parameters)}",
+                f"  KV cache   {_size(memory.kv_cache)}",
+                f"  logits     {_size(memory.temporary)}",
+                f"  together   {_size(memory.total)}",
+            )
+        ),
+    )
+
+
+def _assumptions(machine: Machine, plan: Plan) -> list[str]:
+    said = [
+        f"{machine.flops / 1e12:g} TFLOP/s a rank, {machine.node_bandwidth / 1e9:g} GB/s inside a node of "
+        f"{machine.node_size}, "
+        f"{machine.bandwidth / 1e9:g} GB/s between nodes",
+        "data-parallel traffic is hidden behind compute where it fits, tensor-parallel traffic is not",
+    ]
+    if plan.memory.activations is None:
+        said.append("activations are unknown and not counted: give --layers, --hidden, --heads, --vocab and --seq")
+    return said
+
+
+def _size(value: float | None) -> str:
+    return "unknown" if value is None else f"{value / 1e9:9.3f} GB  {value / 2**30:9.3f} GiB"
+
+
+def _words(plan: Plan, machine: Machine) -> str:
+    m, layout, t = plan.memory, plan.layout, plan.time
+    sent = ", ".join(f"{axis} {size / 1e9:.3f} GB" for axis, size in plan.sent.items() if size) or "nothing"
+    lines = [
+        f"{plan.spec.params / 1e9:.4g} B parameters, {layout.precision}, {layout.optimizer}, on {layout.world} ranks: "
+        f"ZeRO {layout.zero}, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, micro-batch {layout.micro_batch} x "
+        f"{layout.accumulation}",
+        "each rank holds",
+        f"  parameters   {_size(m.parameters)}",
+        f"  gradients    {_size(m.gradients)}",
+        f"  optimizer    {_size(m.optimizer)}",
+        f"  model states {_size(m.model_states)}",
+        f"  activations  {_size(m.activations)}",
+        f"  temporary    {_size(m.temporary)}",
+        f"  together     {_size(m.total)}",
+        f"each rank sends in a step: {sent}",
+    ]
+    if plan.spec.seq or plan.spec.flops:
+        lines.append(f"a step takes about {t.step:.4g} s ({t.compute:.4g} s of compute, bubble {t.bubble:.4g} s)")
+    return "\n".join([*lines, *(f"assumed: {text}" for text in _assumptions(machine, plan))])
+
+
+def _table(found: list[Plan], chosen: Plan, machine: Machine) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table(title=f"{len(found)} layouts fit in {machine.hbm / 1e9:g} GB, fastest first")
+    for name in ("", "tp", "pp", "dp", "ZeRO", "micro", "x", "recompute", "GB a rank", "GB sent", "s a step", "bubble"):
+        table.add_column(name, justify="right")
+    for number, plan in enumerate(found[:20], 1):
+        layout = plan.layout
+        row = (
+            f"{'*' if plan is chosen else ''}{number}",
+            *(layout.tp, layout.pp, layout.dp, layout.zero, layout.micro_batch, layout.accumulation, layout.recompute),
+            f"{plan.memory.total / 1e9:.2f}",
+            f"{sum(plan.sent.values()) / 1e9:.3f}",
+            f"{plan.time.step:.4g}",
+            f"{plan.to_json()['bubble_fraction']:.1%}",
+        )
+        table.add_row(*map(str, row))
+    return Group(table, *(f"assumed: {text}" for text in _assumptions(machine, chosen)))

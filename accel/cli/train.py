@@ -1,0 +1,79 @@
+"""``accel train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from accel.cli import output_options
+from accel.errors import BadConfig
+
+if TYPE_CHECKING:
+    from accel.cli import Output
+
+
+@click.command("train", context_settings={"ignore_unknown_options": True})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="Processes on this machine.")
+@click.option("--nnodes", default="1", show_default=True, help="Machines, or MIN:MAX of them.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where the machines meet.")
+@click.option("--max-restarts", type=int, default=0, show_default=True, help="Restarts after a rank died.")
+@click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
+@click.option("--steps", type=int, help="Optimizer steps.")
+@click.option("--precision", help="fp32, autocast-bf16, autocast-fp16, bf16, fp16, ... or O0 to O3.")
+@click.option("--fresh", is_flag=True, help="Start over where the folder holds checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Print what the run would take, and launch nothing.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The folder of the run.")
+@output_options
+def command(
+    config: Path,
+    overrides: tuple[str, ...],
+    nproc: int,
+    nnodes: str,
+    rendezvous: str | None,
+    max_restarts: int,
+    zero: int | None,
+    steps: int | None,
+    precision: str | None,
+    fresh: bool,
+    dry_run: bool,
+    out: Path,
+    say: Output,
+) -> None:
+    """Train the model of CONFIG (TOML) into the folder --out, and go on where it stopped.
+
+    Anything in the config can be given as --key=value or --table.key=value, e.g. --optimizer.lr=0.01. The result is in
+    OUT/final; accel export OUT takes it from there.
+    """
+    from accel.train.config import TrainConfig
+    from accel.train.launch import find_config, train
+
+    given = {"parallel.zero": zero, "steps": steps, "precision.mode": precision}
+    words = [f"{key}={value}" for key, value in given.items() if value is not None]
+    for text in overrides:
+        if not text.startswith("--") or "=" not in text:
+            raise BadConfig(f"can't read the option {text!r}; write --key=value, e.g. --optimizer.lr=0.01")
+        words.append(text.removeprefix("--"))
+    loaded = TrainConfig.load(find_config(config), words)
+    if dry_run:
+        from accel.api.plan import layout_of_config, plan, spec_of_config
+
+        planned = plan(spec_of_config(loaded), layout_of_config(loaded, nproc)).to_json()
+        say.result(planned, lambda: "\n".join(f"{name:38} {value}" for name, value in planned.items()))
+        return
+    result = train(
+        loaded, out, nproc=nproc, nnodes=nnodes, max_restarts=max_restarts, rendezvous=rendezvous, fresh=fresh
+    )
+
+    def human() -> str:
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
+        loss = f", loss {result['loss']:.4f}" if "loss" in result else " (nothing was left to do)"
+        return (
+            f"{out / 'final'}: {result['steps']} steps{loss}{', ' + metrics if metrics else ''}"
+            f"\nnow: accel export {out} -o model.onnx"
+        )
+
+    say.result({**result, "final": str(out / "final")}, human)

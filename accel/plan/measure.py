@@ -1,0 +1,121 @@
+"""A model of unknown shape in numbers: counted, and tried on fake tensors, which have shapes and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel.plan.spec import ModelSpec
+
+# What transformers' configs call the shape of a decoder.
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "layers"),
+    "hidden": ("hidden_size", "n_embd", "hidden"),
+    "heads": ("num_attention_heads", "n_head", "heads"),
+    "kv_heads": ("num_key_value_heads", "kv_heads"),
+    "vocab": ("vocab_size", "vocab"),
+    "seq": ("max_position_embeddings", "n_positions", "seq"),
+}
+
+
+def spec_of(module: torch.nn.Module, sample: Sequence[Any] | None = None) -> ModelSpec:
+    """``module`` in numbers: parameters (shared ones once), the largest block, the transformer's shape where its
+    ``config`` has one; with ``sample`` (the inputs of one sample, without a batch dim) activations and FLOPs of a
+    trial."""
+    shape = _shape(getattr(module, "config", None))
+    largest = max((_size(block) for block in blocks(module)), default=0)
+    params = _size(module)
+    activation, flops = trial(module, sample) if sample is not None else (0, 0.0)
+    return ModelSpec(params=params, largest=min(largest, params), activation_bytes=activation, flops=flops, **shape)
+
+
+def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """What is gathered, compiled or recomputed together: the entries of every ``ModuleList``, and of a ``Sequential``
+    the entries that hold modules of their own; lists inside a block are part of it."""
+    found: list[torch.nn.Module] = []
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            found += [entry for entry in child if any(True for _ in entry.parameters())]
+        elif isinstance(child, torch.nn.Sequential):
+            found += [entry for entry in child if any(e is not None for e in entry.children()) and _size(entry)]
+        else:
+            found += blocks(child)
+    return found
+
+
+def trial(module: torch.nn.Module, sample: Sequence[Any]) -> tuple[int, float]:
+    """Bytes that stay for the backward pass, and FLOPs of the forward pass, for one sample in float32.
+
+    Measured as the difference between a batch of four and one of two, so that what doesn't grow with the batch is out.
+    Where the model can't run on fake tensors both are 0: unknown.
+    """
+    try:
+        two, four = (_forward(module, sample, batch) for batch in (2, 4))
+    except Exception:  # a user's forward may look at values, which fake tensors don't have
+        return 0, 0.0
+    return max(0, (four[0] - two[0]) // 2), max(0.0, (four[1] - two[1]) / 2)
+
+
+def _forward(module: torch.nn.Module, sample: Sequence[Any], batch: int) -> tuple[int, float]:
+    tensors = [torch.as_tensor(value) for value in sample]
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    state: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in _state(module).items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        state[name].requires_grad_(parameter.requires_grad)
+    with mode, FlopCounterMode(display=False) as counter:
+        inputs = [torch.empty((batch, *value.shape), dtype=value.dtype) for value in tensors]
+        with SavedBytes(state.values()) as saved:
+            kept = torch.func.functional_call(module, state, tuple(inputs))
+        held = saved.bytes
+        del kept
+    return held, float(counter.get_total_flops())
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, counts the bytes that autograd saves for the backward pass: each storage once, ``leave_out``'s not at
+    all."""
+
+    def __init__(self, leave_out: Any = ()) -> None:
+        self.bytes = 0
+        self._known: set[int] = {value.untyped_storage()._cdata for value in leave_out}
+        self._alive: list[Any] = []
+        super().__init__(self._pack, self._unpack)
+
+    def __enter__(self) -> SavedBytes:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def _pack(self, value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._alive.append(storage)  # so that its address is not given to another one
+            self.bytes += storage.nbytes()
+        return value
+
+    @staticmethod
+    def _unpack(value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return {**{n: p.detach() for n, p in named.items()}, **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shape(config: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for field, names in _NAMES.items():
+        values = [getattr(config, name, None) for name in names]
+        value = next((v for v in values if isinstance(v, int)), 0)
+        if value:
+            found[field] = value
+    return found if {"layers", "hidden", "heads"} <= set(found) else {}

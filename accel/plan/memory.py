@@ -1,0 +1,184 @@
+"""Bytes a rank holds: model states, activations, temporary buffers, and the KV cache of inference.
+
+Symbols: L layers, h hidden size, a heads, V vocabulary, s sequence, b micro-batch, t/p/d
+tensor/pipeline/data-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.errors import BadConfig
+from accel.plan.spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the rank that holds most. ``activations`` is None where the model's shape isn't known."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float | None
+    temporary: float
+    kv_cache: float = 0.0
+
+    @property
+    def model_states(self) -> float:
+        """Parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """Everything that is known."""
+        return self.model_states + (self.activations or 0.0) + self.temporary + self.kv_cache
+
+
+def stage_params(spec: ModelSpec, layout: Layout) -> float:
+    """Parameters on a rank of the fullest pipeline stage before ZeRO shards them: P / t on a single stage, else
+    (ceil(L / p) layers + the embedding) / t, since the first stage keeps the embedding and the last the head."""
+    if layout.pp == 1:
+        return spec.params / layout.tp
+    if not spec.layers:
+        raise BadConfig("pipeline stages are cut between layers; pass --layers with --pp")
+    if layout.pp > spec.layers:
+        raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller --pp")
+    return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp
+
+
+def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer states on a rank.
+
+    Mixed precision with Adam is 2 Psi + 2 Psi + K Psi with K = 12; the ZeRO stages divide the optimizer states (1), the
+    gradients (2) and the parameters (3) by the data-parallel size N: 2 Psi + 2 Psi + K Psi / N, 2 Psi + (2 + K) Psi /
+    N,
+    (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
+    """
+    weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
+    psi = stage_params(spec, layout)
+    cut = [layout.dp if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    state = master + MOMENTS[layout.optimizer] * moment
+    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # ZeRO++ section 3.2: a second shard within the group
+    return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
+
+
+def layer_activations(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes that one layer keeps for the backward pass of one micro-batch.
+
+    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV and of the first MLP product (2 +
+    2), Q, K
+    and V (6), the attention's output (2), the MLP's inner product and what its GELU gives (8 + 8): 8 + 24 = 32, the 24
+    divided by t, the 8 only under sequence parallel. This is the 34 of Korthikanti et al. 2022 ("Reducing Activation
+    Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks. Materialised
+    attention adds the softmax, 2 a s^2 b; fused attention only its 4-byte log-sum-exp, 4 a s b. The LayerNorms keep a
+    4-byte mean and deviation a token each: 16 s b. Under autocast the residual stream, so both LayerNorm inputs, is
+    float32.
+    ``full`` keeps only the layer's input; ``selective`` the input and what matrix products and the attention gave
+    (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t).
+    """
+    s, b, h, t, element = spec.seq, layout.micro_batch, spec.hidden, layout.tp, PRECISIONS[layout.precision][4]
+    unit = s * b * h * element
+    narrow = t if layout.sequence_parallel else 1
+    residual = (4 if layout.precision.startswith("autocast") else element) / element
+    qkv = 1 + 2 * spec.kv_heads / spec.heads
+    if layout.recompute == "full":
+        return unit * residual / narrow
+    core = 4 * spec.heads * s * b / t  # log-sum-exp
+    if layout.materialised_attention and layout.recompute == "none":
+        core = element * spec.heads * s * s * b / t
+    if layout.recompute == "selective":
+        return unit * ((residual + 2) / narrow + (qkv + 1 + 4) / t) + core
+    norms = 16 * s * b / narrow
+    return unit * ((2 * residual + 2) / narrow + (qkv + 1 + 8) / t) + core + norms
+
+
+def activations(spec: ModelSpec, layout: Layout) -> float | None:
+    """Bytes of activations on the first stage at its fullest moment; None where the model's shape isn't known.
+
+    A stage of L / p layers holds as many micro-batches as are in flight: all of them in GPipe, min(p, m) in 1F1B and
+    the
+    zero-bubble schedule with the same limit, times 1 + (p - 1) / (p v) with v interleaved chunks (Korthikanti et al.
+    2022,
+    section 4.2.3). Without a pipeline the last layer's logits count too: 4 s b V of float32 log-probabilities.
+    With ``full``, one layer is recomputed at a time and held whole.
+    """
+    if not spec.is_transformer:
+        if not spec.activation_bytes:
+            return None
+        element = PRECISIONS[layout.precision][4]
+        return spec.activation_bytes * layout.micro_batch * element / 4
+    layers = -(-spec.layers // layout.pp)
+    flight = 1.0
+    if layout.pp > 1:
+        flight = layout.accumulation if layout.pipeline == "gpipe" else min(layout.pp, layout.accumulation)
+        if layout.pipeline == "interleaved":
+            flight *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
+    held = layers * flight * layer_activations(spec, layout)
+    if layout.recompute == "full":
+        held += layer_activations(spec, _without_recompute(layout))
+    if layout.pp == 1 and spec.vocab:
+        element = PRECISIONS[layout.precision][4]
+        tail = spec.seq * layout.micro_batch
+        held += 4 * tail * spec.vocab / layout.tp + 2 * element * tail * spec.hidden + 8 * tail
+    return held
+
+
+def _without_recompute(layout: Layout) -> Layout:
+    from dataclasses import replace
+
+    return replace(layout, recompute="none")
+
+
+def temporary(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes that come and go: an estimate, not a sum of tensors.
+
+    ZeRO 3: two gathered blocks of parameters (in use and fetched ahead) and one of gradients; ZeRO 2: one block of
+    gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that the backward pass needs. The loss
+    takes the logits and their float32 copy, (element + 4) s b V / t.
+    """
+    weight, gradient, _, _, element, _ = PRECISIONS[layout.precision]
+    block = spec.block / layout.tp
+    held = 2 * weight * block + gradient * block if layout.zero == 3 else gradient * block if layout.zero == 2 else 0.0
+    if layout.precision.startswith("autocast"):
+        held += 2 * stage_params(spec, layout)
+    if spec.is_transformer:
+        held += (element + 4) * spec.seq * layout.micro_batch * spec.vocab / layout.tp
+    return held
+
+
+def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
+    """What a rank holds while it trains."""
+    parameters, gradients, optimizer = model_states(spec, layout)
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations(spec, layout),
+        temporary=temporary(spec, layout),
+    )
+
+
+def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:
+    """Bytes of keys and values on a rank: 2 L (h / a) a_kv s b elements, the heads divided over t.
+
+    Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3, with grouped heads a_kv.
+    """
+    if not (spec.layers and spec.hidden and spec.heads):
+        return 0.0
+    return 2 * spec.layers * (spec.hidden / spec.heads) * spec.kv_heads * context * batch * element / tp
+
+
+def inference_memory(spec: ModelSpec, *, weights: str, world: int, batch: int = 1, tp: int = 1) -> Memory:
+    """What a rank holds while it generates ``batch`` sequences of ``spec.seq`` tokens, weights cut over ``world``
+    ranks."""
+    if weights not in WEIGHT_BYTES:
+        raise BadConfig(f"weights can't be {weights!r}; use one of {', '.join(WEIGHT_BYTES)}")
+    element = 4.0 if weights == "fp32" else 2.0
+    return Memory(
+        parameters=WEIGHT_BYTES[weights] * spec.params / world,
+        gradients=0.0,
+        optimizer=0.0,
+        activations=0.0,
+        temporary=batch * spec.vocab * (element + 4) / tp,
+        kv_cache=kv_cache(spec, batch, spec.seq, tp=world, element=element),
+    )

@@ -1,0 +1,165 @@
+"""Every layout that fits the memory of a rank, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from accel.errors import BadConfig
+from accel.plan.memory import Memory, training_memory
+from accel.plan.spec import Layout, Machine, ModelSpec
+from accel.plan.traffic import StepTime, bubble, flops, step_time, traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One layout of one model on one machine, and what it takes."""
+
+    spec: ModelSpec
+    layout: Layout
+    machine: Machine
+    memory: Memory
+    sent: dict[str, float]
+    time: StepTime
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: Layout, machine: Machine) -> Plan:
+        """Everything about ``layout``. Raises ``BadConfig`` where it can't be."""
+        if layout.tp > 1 and not spec.is_transformer:
+            raise BadConfig(
+                "tensor parallel cuts heads and layers; pass --layers, --hidden, --heads and --seq with --tp"
+            )
+        if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
+            raise BadConfig(f"{spec.kv_heads} heads don't divide by tp {layout.tp}; use a divisor")
+        return cls(
+            spec=spec,
+            layout=layout,
+            machine=machine,
+            memory=training_memory(spec, layout),
+            sent=traffic(spec, layout),
+            time=step_time(spec, layout, machine),
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's memory holds it; True where no memory was given."""
+        return not self.machine.hbm or self.memory.total <= self.machine.usable
+
+    def to_json(self) -> dict[str, object]:
+        """Everything as plain values: bytes, seconds, fractions; None for what can't be known from what was given."""
+        m, t = self.memory, self.time
+        timed = bool(self.spec.seq or self.spec.flops)
+        return {
+            "model_state_bytes_per_rank": round(m.model_states),
+            "parameter_bytes_per_rank": round(m.parameters),
+            "gradient_bytes_per_rank": round(m.gradients),
+            "optimizer_bytes_per_rank": round(m.optimizer),
+            "activation_bytes_per_rank": None if m.activations is None else round(m.activations),
+            "temporary_bytes_per_rank": round(m.temporary),
+            "kv_cache_bytes_per_rank": round(m.kv_cache),
+            "total_bytes_per_rank": round(m.total),
+            "communication_bytes_per_step": round(sum(self.sent.values())),
+            "communication_bytes_per_step_by_axis": {axis: round(sent) for axis, sent in self.sent.items()},
+            "flops_per_step": flops(self.spec, self.layout) if timed else None,
+            "step_seconds": t.step if timed else None,
+            "compute_seconds": t.compute if timed else None,
+            "communication_seconds": {"dp": t.dp, "tp": t.tp, "pp": t.pp},
+            "bubble_fraction": bubble(self.layout),
+            "samples_per_second": self.layout.global_batch / t.step if timed else None,
+            "fits": self.fits,
+            "layout": {
+                "world": self.layout.world,
+                "dp": self.layout.dp,
+                "tp": self.layout.tp,
+                "pp": self.layout.pp,
+                "zero": self.layout.zero,
+                "precision": self.layout.precision,
+                "optimizer": self.layout.optimizer,
+                "micro_batch": self.layout.micro_batch,
+                "accumulation": self.layout.accumulation,
+                "recompute": self.layout.recompute,
+                "pipeline": self.layout.pipeline,
+            },
+        }
+
+
+def layouts(
+    spec: ModelSpec, machine: Machine, *, world: int, global_batch: int, precision: str, optimizer: str, pipeline: str
+) -> Iterator[Layout]:
+    """Every layout of ``world`` ranks that divides the model and the batch: tp within a node, pp within the layers,
+    micro-batches in powers of two. ZeRO 3 is left out of pipelines: it would gather for every micro-batch."""
+    for tp in range(1, min(world, machine.node_size) + 1):
+        if world % tp or (
+            tp > 1 and (not spec.is_transformer or spec.heads % tp or spec.kv_heads % tp or spec.vocab % tp)
+        ):
+            continue
+        for pp in range(1, min(world // tp, max(1, spec.layers if spec.is_transformer else 1)) + 1):
+            if world % (tp * pp) or (spec.layers and spec.layers % pp):
+                continue
+            dp = world // (tp * pp)
+            if global_batch % dp:
+                continue
+            for micro in _powers(global_batch // dp):
+                for zero in (0, 1, 2, 3) if pp == 1 else (0, 1, 2):
+                    for recompute in ("none", "full") if spec.is_transformer else ("none",):
+                        yield Layout(
+                            world=world,
+                            zero=zero,
+                            tp=tp,
+                            pp=pp,
+                            precision=precision,
+                            optimizer=optimizer,
+                            micro_batch=micro,
+                            accumulation=global_batch // dp // micro,
+                            recompute=recompute,
+                            pipeline=pipeline,
+                        )
+
+
+def search(
+    spec: ModelSpec,
+    machine: Machine,
+    *,
+    world: int,
+    global_batch: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    pipeline: str = "1f1b",
+) -> list[Plan]:
+    """The layouts that fit ``machine.hbm`` bytes a rank, fastest first; of equals the one that leaves most memory.
+
+    Raises ``BadConfig`` with the least that any layout needs, where none fits.
+    """
+    found = [
+        Plan.of(spec, layout, machine)
+        for layout in layouts(
+            spec,
+            machine,
+            world=world,
+            global_batch=global_batch,
+            precision=precision,
+            optimizer=optimizer,
+            pipeline=pipeline,
+        )
+    ]
+    if not found:
+        raise BadConfig(
+            f"a global batch of {global_batch} can't be cut over {world} ranks; use a multiple of {world} samples"
+        )
+    fitting = [plan for plan in found if plan.fits]
+    if not fitting:
+        least = min(plan.memory.total for plan in found)
+        raise BadConfig(
+            f"no layout of {world} ranks fits {machine.hbm / 1e9:.4g} GB a rank, the smallest takes "
+            f"{least / 1e9:.4g} GB of the "
+            f"{machine.usable / 1e9:.4g} GB that may be filled; use more ranks or a smaller global batch"
+        )
+    return sorted(fitting, key=lambda plan: (plan.time.step, plan.memory.total))
+
+
+def _powers(largest: int) -> Iterator[int]:
+    size = 1
+    while size <= largest:
+        if largest % size == 0:
+            yield size
+        size *= 2

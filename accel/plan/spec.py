@@ -1,0 +1,192 @@
+"""What is planned: the model in numbers, how it is laid out over ranks, and the machine it runs on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel.errors import BadConfig
+
+# Bytes a parameter: the parameter itself, its gradient, a float32 master copy, one optimizer moment, one activation
+# element, and one element sent over the wire. "fp16" and "bf16" are mixed precision as in the ZeRO paper: 2 + 2 + 4.
+PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
+    "fp32": (4, 4, 0, 4, 4, 4),
+    "autocast-bf16": (4, 4, 0, 4, 2, 4),
+    "autocast-fp16": (4, 4, 0, 4, 2, 4),
+    "bf16": (2, 2, 4, 4, 2, 2),
+    "fp16": (2, 2, 4, 4, 2, 2),
+    "bf16-only": (2, 2, 0, 2, 2, 2),
+    "fp16-only": (2, 2, 0, 2, 2, 2),
+}
+# Bytes a weight when nothing is trained.
+WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+# Moments an optimizer keeps of each parameter.
+MOMENTS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "p": 10**15}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_QUANTITY = re.compile(r"^(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*)$")
+
+
+def quantity(text: str) -> float:
+    """``80G`` (10^9), ``80GiB`` (2^30), ``7.5e9``, ``7.5B``, ``400T`` as a number. Raises ``BadConfig``."""
+    match = _QUANTITY.match(text.strip().lower().replace(",", ""))
+    unit = match[2] if match else ""
+    bare = unit if unit in ("b", "") else unit.removesuffix("b")
+    factor = _UNITS.get(bare, _BINARY.get(bare))
+    if match is None or factor is None or not math.isfinite(float(match[1])):
+        raise BadConfig(f"can't read the quantity {text!r}; write e.g. 80G, 80GiB, 7.5e9 or 7.5B")
+    return float(match[1]) * factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model in numbers; 0 is unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
+
+    ``activation_bytes`` and ``flops`` are what a trial on fake tensors measured for one sample, in float32 and for
+    the forward pass, where the model is no transformer of known shape. ``largest`` is the number of parameters of the
+    largest block that ZeRO 3 gathers at once.
+    """
+
+    params: int
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    vocab: int = 0
+    seq: int = 0
+    largest: int = 0
+    activation_bytes: int = 0
+    flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.params:
+            if not (self.layers and self.hidden):
+                raise BadConfig("nothing says how large the model is; pass --params, or --layers, --hidden and --vocab")
+            object.__setattr__(self, "params", transformer_params(self.layers, self.hidden, self.vocab, self.seq))
+        if min(self.params, self.layers, self.hidden, self.heads, self.vocab, self.seq) < 0:
+            raise BadConfig("the model's shape has a negative number; sizes start at 1")
+        if self.heads and self.hidden % self.heads:
+            raise BadConfig(f"hidden {self.hidden} doesn't divide by {self.heads} heads; correct one of them")
+        if self.heads and not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether the shape is known well enough for activations, tensor and pipeline parallel."""
+        return bool(self.layers and self.hidden and self.heads and self.seq)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the token embedding: V h."""
+        return self.vocab * self.hidden
+
+    @property
+    def block(self) -> int:
+        """Parameters that are gathered together: one transformer layer, or the largest block that is known."""
+        if self.largest:
+            return self.largest
+        return max(self.layer, self.embedding) if self.layers else 0
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer, the embeddings outside it."""
+        return (self.params - self.embedding) // self.layers if self.layers else 0
+
+
+def transformer_params(layers: int, hidden: int, vocab: int, seq: int) -> int:
+    """Parameters of a GPT with tied embeddings: 12 L h^2 (1 + 13/(12 h)) + (V + s) h.
+
+    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", equation 2.
+    """
+    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + seq) * hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How training is laid out. ``micro_batch`` is samples a rank and pass; ``accumulation`` passes a step.
+
+    ``hpz``: ranks that hold a second shard of the parameters, so that the backward gather stays among them (ZeRO++);
+    ``qwz``/``qgz``: int8 weight gathers and int4 gradient reduction (ZeRO++). ``sequence_parallel`` cuts what tensor
+    parallel would replicate along the sequence.
+    """
+
+    world: int
+    zero: int = 0
+    tp: int = 1
+    pp: int = 1
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    micro_batch: int = 1
+    accumulation: int = 1
+    recompute: str = "none"
+    pipeline: str = "1f1b"
+    chunks: int = 2
+    sequence_parallel: bool = True
+    materialised_attention: bool = False
+    hpz: int = 0
+    qwz: bool = False
+    qgz: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("precision", self.precision, PRECISIONS)
+        _choice("optimizer", self.optimizer, MOMENTS)
+        _choice("recompute", self.recompute, ("none", "selective", "full"))
+        _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
+        if self.zero not in (0, 1, 2, 3):
+            raise BadConfig(f"--zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
+        for name in ("world", "tp", "pp", "micro_batch", "accumulation", "chunks"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it has to be at least 1")
+        if self.world % (self.tp * self.pp):
+            raise BadConfig(
+                f"{self.world} ranks don't divide into tp {self.tp} x pp {self.pp}; use a multiple of "
+                f"{self.tp * self.pp}"
+            )
+        if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
+            raise BadConfig("hpZ, qwZ and qgZ change the gathers of ZeRO 3; pass --zero 3 with them")
+        if self.hpz and self.dp % self.hpz:
+            raise BadConfig(f"{self.dp} data-parallel ranks don't divide into groups of {self.hpz} for hpZ")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.world // (self.tp * self.pp)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step, over all ranks."""
+        return self.dp * self.micro_batch * self.accumulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A cluster: ``flops`` a rank sustains (FLOP/s), bytes/s a rank sends inside its node and between nodes.
+
+    The defaults are assumptions of the size of an 8-GPU node of 2023; a plan repeats the ones it used.
+    """
+
+    flops: float = 400e12
+    node_bandwidth: float = 300e9
+    bandwidth: float = 40e9
+    node_size: int = 8
+    hbm: float = 0.0
+    reserve: float = 0.06
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "node_bandwidth", "bandwidth", "node_size"):
+            if getattr(self, name) <= 0:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it has to be more than 0")
+
+    @property
+    def usable(self) -> float:
+        """Bytes of memory a rank may fill: all but ``reserve`` for the context and fragmentation."""
+        return self.hbm * (1 - self.reserve)
+
+
+def _choice(name: str, value: str, known: Mapping[str, Any] | tuple[str, ...]) -> None:
+    if value not in known:
+        raise BadConfig(f"{name} is {value!r}; use one of {', '.join(known)}")

@@ -1,0 +1,139 @@
+"""Bytes a rank sends in a step, by mesh axis, and how long the step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.plan.memory import stage_params
+from accel.plan.spec import PRECISIONS, Layout, Machine, ModelSpec
+
+
+def ring(size: float, ranks: int) -> float:
+    """Bytes a rank sends to gather, or to reduce and scatter, ``size`` bytes in a ring: (n - 1) / n of them.
+
+    A ring all-reduce is both, one after the other: 2 (n - 1) / n. Patarasuk and Yuan 2009, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations".
+    """
+    return size * (ranks - 1) / ranks
+
+
+def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes a rank sends over dp in a step.
+
+    Psi bytes of gradients are all-reduced at ZeRO 0 (2 Psi); ZeRO 1 scatters them and gathers the parameters once
+    (2 Psi); ZeRO 2 scatters after every micro-batch, so that full gradients are never kept (m + 1) Psi; ZeRO 3 gathers
+    for forward and backward and scatters, each micro-batch (3 m Psi). ZeRO section 7: 2 Psi, 2 Psi, 2 Psi, 3 Psi at m
+    = 1.
+
+    ZeRO++ (Wang et al. 2023, table 1) on 2-byte parameters: qwZ halves the forward gather (int8 blocks), hpZ makes the
+    backward gather local to its group, qgZ quarters the reduction (int4).
+    """
+    weight, gradient, *_, wire = PRECISIONS[layout.precision]
+    psi = stage_params(spec, layout)
+    m, n = layout.accumulation, layout.dp
+    if layout.zero == 0:
+        return 2 * ring(gradient * psi, n)
+    if layout.zero < 3:
+        return ring(gradient * psi, n) * (m if layout.zero == 2 else 1) + ring(weight * psi, n)
+    forward = ring(psi if layout.qwz else wire * psi, n)
+    backward = ring(wire * psi, layout.hpz) if layout.hpz else ring(psi if layout.qwz else wire * psi, n)
+    reduction = ring(gradient * psi / (2 * gradient if layout.qgz else 1), n)
+    return m * (forward + backward + reduction)
+
+
+def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes a rank sends over tp in a step: four all-reduces of s b h a layer and micro-batch, two forward and two
+    backward (Shoeybi et al. 2019, "Megatron-LM", section 3); with sequence parallel each is a gather and a scatter of
+    the
+    same size (Korthikanti et al. 2022, section 4.2.2). Full recomputation runs the forward ones twice."""
+    if layout.tp == 1:
+        return 0.0
+    element = PRECISIONS[layout.precision][4]
+    reductions = 6 if layout.recompute == "full" else 4
+    layers = -(-spec.layers // layout.pp)
+    size = spec.seq * layout.micro_batch * spec.hidden * element
+    return layout.accumulation * layers * reductions * 2 * ring(size, layout.tp)
+
+
+def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes a rank sends over pp in a step: each micro-batch, s b h forward and as much backward, times the chunks
+    of an interleaved schedule (Narayanan et al. 2021, section 2.2 and 4.1), cut along the sequence under sequence
+    parallel."""
+    if layout.pp == 1:
+        return 0.0
+    element = PRECISIONS[layout.precision][4]
+    chunks = layout.chunks if layout.pipeline == "interleaved" else 1
+    narrow = layout.tp if layout.sequence_parallel else 1
+    return 2 * layout.accumulation * chunks * spec.seq * layout.micro_batch * spec.hidden * element / narrow
+
+
+def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
+    """Bytes a rank sends in a step by axis: ``dp``, ``tp``, ``pp``."""
+    return {
+        "dp": data_parallel_bytes(spec, layout),
+        "tp": tensor_parallel_bytes(spec, layout),
+        "pp": pipeline_bytes(spec, layout),
+    }
+
+
+def bubble(layout: Layout) -> float:
+    """The part of a step in which a stage waits: (p - 1) / (m + p - 1) for GPipe and 1F1B, with v chunks
+    (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2), none for the zero-bubble schedule as its authors
+    estimate it when m >= 2 p (Qi et al. 2023), a third of 1F1B's below that (their ZB-H1)."""
+    p, m = layout.pp, layout.accumulation
+    if p == 1:
+        return 0.0
+    if layout.pipeline == "interleaved":
+        return (p - 1) / (layout.chunks * m + p - 1)
+    plain = (p - 1) / (m + p - 1)
+    if layout.pipeline == "zero-bubble":
+        return 0.0 if m >= 2 * p else plain / 3
+    return plain
+
+
+def flops(spec: ModelSpec, layout: Layout) -> float:
+    """FLOPs of a step over all ranks: 6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B), forward
+    once more
+    with full recomputation (8 P + 16 L h s; Narayanan et al. 2021, equation 3). A model of unknown shape: three times
+    the forward pass that was measured, else 6 P a sample and position."""
+    passes = 4 if layout.recompute == "full" else 3
+    if spec.flops and not spec.is_transformer:
+        return passes * spec.flops * layout.global_batch
+    tokens = layout.global_batch * max(1, spec.seq)
+    return passes * (2 * spec.params + 4 * spec.layers * spec.hidden * spec.seq) * tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step: what is computed (the bubble in it), what is sent, and the whole."""
+
+    compute: float
+    dp: float
+    tp: float
+    pp: float
+    bubble: float
+    step: float
+
+
+def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
+    """An estimate: compute at ``machine.flops`` a rank, stretched by the bubble; tensor-parallel traffic added to it
+    (nothing hides it); data-parallel traffic hidden behind compute where it fits, one micro-batch of pipeline traffic
+    seen.
+
+    Tensor-parallel ranks are neighbours; an axis that reaches beyond a node goes at the speed between nodes.
+    """
+    sent = traffic(spec, layout)
+    near, far = machine.node_bandwidth, machine.bandwidth
+    speed = {
+        "tp": near if layout.tp <= machine.node_size else far,
+        "dp": near if layout.tp * layout.dp <= machine.node_size else far,
+        "pp": near if layout.world <= machine.node_size else far,
+    }
+    seconds = {axis: sent[axis] / speed[axis] for axis in sent}
+    idle = bubble(layout)
+    compute = flops(spec, layout) / layout.world / machine.flops
+    busy = (compute + seconds["tp"]) / (1 - idle)
+    step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation
+    return StepTime(
+        compute=compute, dp=seconds["dp"], tp=seconds["tp"], pp=seconds["pp"], bubble=busy * idle, step=step
+    )

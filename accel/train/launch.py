@@ -1,0 +1,172 @@
+"""Starting the ranks, following them, and saying in one place what went wrong on which."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import accel.errors
+from accel.errors import AccelError, BadConfig, TrainingFailed
+from accel.progress import report
+from accel.train.config import TrainConfig
+from accel.train.loop import LOG
+from accel.train.rank import ERRORS, RESULT
+
+
+def train(
+    config: TrainConfig,
+    out: Path,
+    *,
+    nproc: int = 1,
+    nnodes: str = "1",
+    max_restarts: int = 0,
+    rendezvous: str | None = None,
+    fresh: bool = False,
+) -> dict[str, Any]:
+    """Train ``config`` on ``nproc`` processes of this machine (of ``nnodes`` machines at ``rendezvous``) into ``out``.
+
+    A folder that holds checkpoints is gone on with, ``fresh`` starts over. Returns what rank 0 reports: steps, loss,
+    metrics. Raises what the first rank that failed raised, with every rank's first error in the message.
+    """
+    if nnodes == "1":
+        config.validate(nproc)
+    if not config.model or not config.data:
+        raise BadConfig("the config needs model and data; write model = 'package.module:factory'")
+    out.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        for name in ("checkpoints", "final"):
+            shutil.rmtree(out / name, ignore_errors=True)
+        (out / LOG).unlink(missing_ok=True)
+    shutil.rmtree(out / ERRORS, ignore_errors=True)
+    (out / RESULT).unlink(missing_ok=True)
+    config_file = out / "train.json"
+    config_file.write_text(json.dumps(dataclasses.asdict(config), indent=2))
+    program = ["-m", "accel.train.rank", str(config_file), str(out)]
+    if nproc > 1 or nnodes != "1":
+        where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
+        torchrun = ["-m", "torch.distributed.run", *where, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
+        program = [*torchrun, f"--max-restarts={max_restarts}", *program]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
+        # After a rank was killed, its successors would read the stale keys of a store that is shared with the
+        # rendezvous.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc)),
+    }
+    with (out / "ranks.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, *program],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            _follow(process, out / LOG)
+        except BaseException:
+            _end(process)
+            raise
+    if process.returncode:
+        raise first_errors(out, nproc, process.returncode)
+    body: dict[str, Any] = json.loads((out / RESULT).read_text())
+    return body
+
+
+def first_errors(out: Path, nproc: int, code: int) -> AccelError:
+    """One error for the run: the kind and words of the earliest, and after it what each other rank met first."""
+    found = []
+    for file in (out / ERRORS).glob("rank-*.json"):
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(file.read_text()))
+    found.sort(key=lambda body: body["time"])
+    silent = [str(r) for r in range(nproc) if r not in {body["rank"] for body in found}]
+    if not found:
+        lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
+        return TrainingFailed(
+            f"the ranks died without a word (exit code {code}): {lines[-1] if lines else ''}; see {out / 'ranks.log'}"
+        )
+    first, *others = found
+    told = {first["error"]}
+    words = (
+        [f"rank {first['rank']}: {first['message'] or first['error']}"]
+        if nproc > 1
+        else [first["message"] or first["error"]]
+    )
+    for body in others:
+        if body["error"] not in told:
+            told.add(body["error"])
+            words.append(f"rank {body['rank']}: {body['error'][:200]}")
+    if silent:
+        words.append(
+            f"rank {', '.join(silent)}: ended without an error of its own (killed, or stopped after the others)"
+        )
+    kind = getattr(accel.errors, first["kind"], None)
+    if not (isinstance(kind, type) and issubclass(kind, AccelError)) or kind is accel.errors.MissingExtra:
+        kind = TrainingFailed
+    said = " | ".join(words)
+    if kind is TrainingFailed and not first["message"]:
+        said += f"; the tracebacks are in {out / ERRORS}"
+    error = kind(said)
+    assert isinstance(error, AccelError)
+    return error
+
+
+def _follow(process: subprocess.Popen[bytes], log: Path) -> None:
+    position = log.stat().st_size if log.is_file() else 0
+    while True:
+        code = process.poll()
+        if log.is_file():
+            with log.open("rb") as stream:
+                stream.seek(position)
+                for line in stream:
+                    if not line.endswith(b"\n"):
+                        break
+                    position += len(line)
+                    _tell(json.loads(line))
+        if code is not None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+
+
+def _tell(body: dict[str, Any]) -> None:
+    loss = "nan" if body["loss"] is None else f"{body['loss']:.4f}"
+    report(
+        f"step {body['step']}/{body['steps']}  loss {loss}  {body['targets_per_second']:,.0f} targets/s  "
+        f"{body['memory_bytes'] / 1e9:.2f} GB  {body['eta_seconds']:.0f} s left",
+        body["step"] / body["steps"],
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun and its ranks: they are a session of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def find_config(path: Path) -> Path:
+    """``path``, or the one of that name that comes with accel (``examples/digits.toml`` works from any folder)."""
+    if path.is_file() or path.parent.name != "examples":
+        return path
+    root = Path(accel.__file__).resolve().parent
+    for folder in (root / "examples", root.parent / "examples"):
+        if (folder / path.name).is_file():
+            return folder / path.name
+    return path

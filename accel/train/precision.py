@@ -1,0 +1,212 @@
+"""Precision modes: what parameters are kept in, what products run in, and the optimizer that goes with it.
+
+    mode                 apex  parameters, gradients   master   products   loss scale
+    fp32                 O0    float32                 -        float32    -
+    autocast-bf16              float32                 -        bfloat16   -
+    autocast-fp16        O1    float32                 -        float16    dynamic
+    bf16                       bfloat16                float32  bfloat16   -
+    fp16                 O2    float16                 float32  float16    dynamic
+    bf16-only                  bfloat16                -        bfloat16   -
+    fp16-only            O3    float16                 -        float16    dynamic
+
+When not to use them: O1 where the card has bfloat16 (``autocast-bf16`` needs no loss scale); O2 where batch norm
+statistics matter (they are float16 here); O3 for anything but a speed bound, small updates vanish in float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accel.train.config import APEX, OptimizerConfig
+
+
+def parameter_dtype(mode: str) -> torch.dtype:
+    """What parameters are kept in."""
+    mode = APEX.get(mode, mode)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode.removesuffix("-only"), torch.float32)
+
+
+def keeps_master(mode: str) -> bool:
+    """Whether the optimizer works on float32 copies of 2-byte parameters."""
+    return APEX.get(mode, mode) in ("bf16", "fp16")
+
+
+def scales_loss(mode: str) -> bool:
+    """Whether gradients are float16 somewhere on their way, so that the loss has to be scaled."""
+    return "fp16" in APEX.get(mode, mode)
+
+
+def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
+    """The context a forward pass runs in."""
+    mode = APEX.get(mode, mode)
+    if not mode.startswith("autocast-"):
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16 if mode.endswith("bf16") else torch.float16)
+
+
+class MasterOptimizer:
+    """An optimizer, over float32 copies of the parameters where the mode keeps them.
+
+    Works on plain parameters and on DTensor shards alike; each rank holds the copies of its own shards only.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.master: list[torch.Tensor] | None = None
+        stepped: list[torch.Tensor] = list(self.parameters)
+        if keeps_master(mode):
+            self.master = [p.detach().float() for p in self.parameters]
+            stepped = self.master
+        self.inner = _inner(stepped, config)
+
+    def step(self) -> None:
+        """One update from the parameters' gradients."""
+        if self.master is None:
+            self.inner.step()
+            return
+        for master, parameter in zip(self.master, self.parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.master, self.parameters, strict=True):
+                parameter.copy_(master)
+                master.grad = None
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The optimizer's state on this rank: masters and moments (shards as plain tensors), single numbers left
+        out."""
+        for tensor in (*(self.master or ()), *(v for state in self.inner.state.values() for v in state.values())):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim:
+                yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, ``name.master`` and ``name.<moment>``: what a checkpoint stores and reshards."""
+        found: dict[str, Any] = {}
+        stepped = self.master or self.parameters
+        for name, tensor in zip(self.names, stepped, strict=True):
+            if self.master is not None:
+                found[f"{name}.master"] = tensor
+            for key, value in self.inner.state.get(tensor, {}).items():
+                found[f"{name}.{key}"] = value
+        return found
+
+    def materialise(self) -> None:
+        """Make the state that the first step would make, so that a checkpoint can be read into it."""
+        stepped = self.master or self.parameters
+        old = [(group["lr"], group["weight_decay"]) for group in self.inner.param_groups]
+        for group in self.inner.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        for tensor in stepped:
+            tensor.grad = torch.zeros_like(tensor)
+        self.inner.step()
+        for tensor in stepped:
+            tensor.grad = None
+        for group, (lr, decay) in zip(self.inner.param_groups, old, strict=True):
+            group["lr"], group["weight_decay"] = lr, decay
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave; the tensors are copied into the existing ones."""
+        stepped = self.master or self.parameters
+        with torch.no_grad():
+            for name, tensor in zip(self.names, stepped, strict=True):
+                if self.master is not None:
+                    tensor.copy_(state[f"{name}.master"])
+                for key, value in self.inner.state[tensor].items():
+                    if isinstance(value, torch.Tensor):
+                        value.copy_(state[f"{name}.{key}"])
+                    else:
+                        self.inner.state[tensor][key] = state[f"{name}.{key}"]
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig, mode: str) -> MasterOptimizer:
+    """The optimizer that ``config`` names, in precision ``mode``."""
+    return MasterOptimizer(module, config, mode)
+
+
+def _inner(parameters: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": True}
+    if config.name == "sgd":
+        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(parameters, betas=(config.betas[0], config.betas[1]), eps=config.eps, **common)
+
+
+class LossScale:
+    """Dynamic loss scaling: halved, and the step skipped on every rank, where a gradient on any of them is not finite;
+    doubled after ``interval`` good steps. Micikevicius et al. 2018, "Mixed Precision Training", section 3.2."""
+
+    def __init__(self, first: float, interval: int, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = first if enabled else 1.0
+        self.interval = interval
+        self.good = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Take note of a step."""
+        if not self.enabled:
+            return
+        if not finite:
+            self.scale, self.good = max(self.scale / 2, 2.0**-20), 0
+            return
+        self.good += 1
+        if self.good == self.interval:
+            self.scale, self.good = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good": float(self.good)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale, self.good = float(state["scale"]), int(state["good"])
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The 2-norm of all gradients together, a float32 scalar, the same on every rank; not finite where any of them
+    isn't.
+
+    ``group``: the ranks over which DTensor gradients are sharded; the squares of the shards are summed over it once.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    shards: list[torch.Tensor] = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+    whole = [g for g in gradients if not isinstance(g, DTensor)]
+    total = _squares(whole, gradients[0].device)
+    if shards:
+        sharded = _squares(shards, gradients[0].device)
+        if group is not None:
+            dist.all_reduce(sharded, group=group)
+        total = total + sharded
+    return total.sqrt()
+
+
+def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by ``factor``."""
+    gradients: list[torch.Tensor] = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
+    ]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,41 @@
+"""Activation checkpointing: blocks that keep little for the backward pass and run again in it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from accel.plan.measure import blocks
+
+# What "selective" keeps: the results of matrix products and of attention; everything elementwise runs again.
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def recompute(module: nn.Module, mode: str) -> None:
+    """Let every block of ``module`` run again in the backward pass: ``full`` keeps the block's input alone,
+    ``selective``
+    also what its products gave, ``none`` changes nothing. Names of parameters stay as they are."""
+    if mode == "none":
+        return
+    context: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
+    )
+    for block in blocks(module):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
+
+
+def _policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:  # noqa: ARG001
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

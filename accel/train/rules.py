@@ -1,0 +1,105 @@
+"""Which configs can't run, each said in one sentence. Nothing here needs torch or a process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from accel.errors import BadConfig
+from accel.train.config import APEX, MODES, OPTIMIZERS, PIPELINES, RECOMPUTE, SCHEDULES, TrainConfig
+
+
+def check(config: TrainConfig, world_size: int) -> None:
+    """Raise ``BadConfig`` with the first problem of ``config`` on ``world_size`` ranks."""
+    for problem in problems(config, world_size):
+        raise BadConfig(problem)
+
+
+def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
+    """Every reason, with its fix, why ``config`` can't run on ``world_size`` ranks."""
+    yield from _names(config)
+    yield from _numbers(config)
+    yield from _layout(config, world_size)
+
+
+def _names(config: TrainConfig) -> Iterator[str]:
+    choices = (
+        ("precision.mode", config.precision.mode, (*MODES, *APEX)),
+        ("optimizer.name", config.optimizer.name, OPTIMIZERS),
+        ("schedule.name", config.schedule.name, SCHEDULES),
+        ("parallel.recompute", config.parallel.recompute, RECOMPUTE),
+        ("parallel.pipeline", config.parallel.pipeline, PIPELINES),
+    )
+    for key, value, known in choices:
+        if value not in known:
+            yield f"{key} is {value!r}; use one of {', '.join(known)}"
+    if config.parallel.zero not in (0, 1, 2, 3):
+        yield f"parallel.zero is {config.parallel.zero}; ZeRO has the stages 0, 1, 2 and 3"
+
+
+def _numbers(config: TrainConfig) -> Iterator[str]:
+    positive = {
+        "steps": config.steps,
+        "global_batch": config.global_batch,
+        "micro_batch": config.micro_batch,
+        "log_every": config.log_every,
+        "parallel.replicate": config.parallel.replicate,
+        "parallel.tp": config.parallel.tp,
+        "parallel.pp": config.parallel.pp,
+        "optimizer.lr": config.optimizer.lr,
+        "checkpoint.keep": config.checkpoint.keep,
+        "precision.loss_scale": config.precision.loss_scale,
+        "precision.growth_interval": config.precision.growth_interval,
+    }
+    for key, value in positive.items():
+        if not (value > 0 and math.isfinite(value)):
+            yield f"{key} is {value}; it has to be more than 0"
+    not_negative = {
+        "evaluate_every": config.evaluate_every,
+        "loader_processes": config.loader_processes,
+        "optimizer.weight_decay": config.optimizer.weight_decay,
+        "optimizer.clip": config.optimizer.clip,
+        "schedule.warmup": config.schedule.warmup,
+        "schedule.floor": config.schedule.floor,
+        "checkpoint.every": config.checkpoint.every,
+    }
+    for key, value in not_negative.items():
+        if not (value >= 0 and math.isfinite(value)):
+            yield f"{key} is {value}; it can't be negative"
+    if config.schedule.warmup >= config.steps:
+        yield f"schedule.warmup is {config.schedule.warmup} of {config.steps} steps; leave steps after the warm-up"
+    if config.precision.resolved == "fp16-only" and config.optimizer.name != "sgd" and config.optimizer.eps < 1e-7:
+        yield f"optimizer.eps {config.optimizer.eps:g} is 0 in float16; use --optimizer.eps=1e-4 with fp16-only"
+
+
+def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
+    p = config.parallel
+    if world_size < 1:
+        yield f"the world size is {world_size}; give at least one rank"
+        return
+    if min(p.tp, p.pp, p.replicate) < 1 or config.micro_batch < 1:
+        return
+    fixed = p.tp * p.pp
+    if world_size % fixed:
+        yield f"{world_size} ranks don't divide into tp {p.tp} x pp {p.pp}; use a multiple of {fixed} ranks"
+        return
+    data = config.data_ranks(world_size)
+    if data % p.replicate:
+        yield f"{data} data-parallel ranks don't divide into {p.replicate} replicas; use a divisor of {data}"
+    if config.global_batch % (config.micro_batch * data):
+        step = config.micro_batch * data
+        best = max(step, config.global_batch // step * step)
+        yield (
+            f"global_batch {config.global_batch} is no multiple of micro_batch {config.micro_batch} x {data} "
+            f"data-parallel "
+            f"ranks; use --global-batch={best}"
+        )
+    if p.pp > 1 and p.zero == 3:
+        yield "ZeRO 3 gathers the parameters again for every micro-batch of a pipeline; use parallel.zero = 2 with pp"
+    if p.pp > 1 and config.shape.layers and config.shape.layers < p.pp:
+        yield f"{config.shape.layers} layers can't be cut into {p.pp} pipeline stages; use a smaller pp"
+    for key, size in (("heads", config.shape.heads), ("vocab", config.shape.vocab)):
+        if size % p.tp:
+            yield f"{size} {key} don't divide by tp {p.tp}; use a divisor, or pad them"
+    if p.offload and p.zero == 0:
+        yield "CPU offload keeps shards on the host, and ZeRO 0 has none; use parallel.zero = 3"

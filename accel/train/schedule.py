@@ -1,0 +1,20 @@
+"""The learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+
+from accel.train.config import TrainConfig
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of ``step`` (from 0): linear warm-up, then constant, linear or cosine down to ``floor`` times ``lr``.
+
+    Cosine: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts.
+    """
+    schedule, peak = config.schedule, config.optimizer.lr
+    if step < schedule.warmup:
+        return peak * (step + 1) / schedule.warmup
+    done = (step - schedule.warmup) / max(1, config.steps - schedule.warmup)
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule.name]
+    return peak * (schedule.floor + (1 - schedule.floor) * left)

@@ -1,0 +1,88 @@
+"""``accel plan`` from the outside: the exact commands, and the config it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accel.cli import group, run
+from accel.train.config import TrainConfig
+
+SHAPE = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nseq = 2048\n"
+
+
+def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the documented command line or the names in its JSON change, or 7.5 B at ZeRO 3 is not 1.9 GB."""
+    line = "plan --params 7.5e9 --world 64 --zero 3 --precision fp16 --optimizer adam --json"
+    assert run(group, line.split()) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["model_state_bytes_per_rank"] == pytest.approx(1.9e9, rel=0.02)
+    assert body["communication_bytes_per_step"] == pytest.approx(3 * 15e9 * 63 / 64)
+    assert body["activation_bytes_per_rank"] is None
+
+
+def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a listed layout can't run as a training config on those ranks, or what is written reads back
+    otherwise."""
+    config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
+    config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
+    assert run(group, ["plan", str(config), "--world", "64", "--hbm", "80G", "-o", str(out), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    chosen = TrainConfig.load(out)
+    chosen.validate(64)
+    assert chosen.parallel.zero == body["layout"]["zero"]
+    assert chosen.micro_batch == body["layout"]["micro_batch"]
+    assert chosen.global_batch == 512
+    assert TrainConfig.from_dict({}).to_toml() != chosen.to_toml()
+    times = [plan["step_seconds"] for plan in body["feasible"]]
+    assert times == sorted(times)
+    assert body["step_seconds"] == times[0]
+    assert run(group, ["plan", str(out), "--world", "64"]) == 0
+    assert "assumed: 400 TFLOP/s" in capsys.readouterr().out
+
+
+def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a model of unknown shape is not counted and tried: its parameters, and activations of its own layers."""
+    source = tmp_path / "made.py"
+    source.write_text(
+        "import torch\n"
+        "def model():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))\n"
+        "def data():\n"
+        "    return [(torch.zeros(8), torch.tensor(0))] * 64\n"
+    )
+    config = tmp_path / "config.toml"
+    config.write_text(f"model = '{source}:model'\ndata = '{source}:data'\nglobal_batch = 32\nmicro_batch = 4\n")
+    assert run(group, ["plan", str(config), "--world", "4", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["model_state_bytes_per_rank"] == 16 * (8 * 100 + 100 + 100 * 10 + 10)
+    assert body["activation_bytes_per_rank"] == 4 * 4 * (8 + 100)  # the inputs of both products; ReLU's is the second's
+    assert body["flops_per_step"] == 3 * 32 * 2 * (8 * 100 + 100 * 10)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("plan --world 4", "pass --params"),
+        ("plan nothing.toml --world 4", "does not exist"),
+        ("plan --params 7.5e9 --world 64 --tp 3", "use a multiple of 3"),
+        ("plan --params 7.5e9 --world 64 --tp 4", "pass --layers"),
+        ("plan --params x --world 4", "write e.g. 80G"),
+        ("plan --params 70e9 --world 2 --hbm 8G", "use more ranks"),
+    ],
+)
+def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a bad request ends in a traceback, an exit code other than 2, or a message without the fix."""
+    assert run(group, [*line.split(), "-q"]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if keys and values aren't 2 L h s b elements: 2 x 32 x 4096 x 2048 x 4 x 2 bytes."""
+    line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
+    assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2

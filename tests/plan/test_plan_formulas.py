@@ -1,0 +1,204 @@
+"""The closed forms against published figures and against a simulation on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel.errors import BadConfig
+from accel.examples.gpt import GPT, GPTConfig
+from accel.plan.memory import activations, inference_memory, model_states, stage_params, training_memory
+from accel.plan.search import search
+from accel.plan.spec import Layout, Machine, ModelSpec, quantity
+from accel.plan.traffic import bubble, data_parallel_bytes, flops, ring, tensor_parallel_bytes
+from accel.train.simulate import simulate
+
+SHAPE = GPTConfig(vocab=1000, layers=6, hidden=256, heads=8, seq=128)
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_states_of_the_zero_paper(zero: int, gigabytes: float) -> None:
+    """Fails if a ZeRO stage shards the wrong state, or a byte count of mixed-precision Adam is off (figure 1 of
+    ZeRO)."""
+    memory = training_memory(
+        ModelSpec(params=int(7.5e9)), Layout(world=64, zero=zero, precision="fp16", optimizer="adam")
+    )
+    assert memory.model_states / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("params", "gigabytes"), [(1.5e9, 24), (7e9, 112)])
+def test_sixteen_bytes_a_parameter(params: float, gigabytes: float) -> None:
+    """Fails if mixed-precision Adam is not 2 + 2 + 12 bytes a parameter on one rank."""
+    memory = training_memory(ModelSpec(params=int(params)), Layout(world=1, precision="fp16", optimizer="adam"))
+    assert memory.model_states / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("weights", "gibibytes"), [("fp32", 26.2), ("fp16", 13.1), ("int8", 6.55), ("int4", 3.28)])
+def test_weights_of_a_7b_model(weights: str, gibibytes: float) -> None:
+    """Fails if the bytes of a weight are wrong; the published figures are in GiB, for 7,000,559,616 parameters."""
+    memory = inference_memory(ModelSpec(params=7_000_559_616), weights=weights, world=1)
+    assert memory.parameters / 2**30 == pytest.approx(gibibytes, rel=0.02)
+
+
+def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.zeros(2, SHAPE.seq, dtype=torch.long)
+    return ids, ids
+
+
+def _spec() -> ModelSpec:
+    params = sum(p.numel() for p in GPT(SHAPE).parameters())
+    return ModelSpec(params=params, layers=6, hidden=256, heads=8, vocab=1000, seq=128)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("world", "zero", "accumulation"),
+    [(8, 0, 2), (8, 1, 1), (64, 1, 3), (8, 2, 1), (64, 2, 3), (64, 3, 1), (64, 3, 3)],
+)
+def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
+    """Fails if what FSDP2 keeps and sends (counted tensor by tensor, collective by collective) leaves the closed form
+    by
+    more than what padding to the world size adds, or if ``train.zero`` gathers or reduces more often than it says."""
+    found = simulate(
+        lambda: GPT(SHAPE), _inputs, world=world, zero=zero, precision=precision, accumulation=accumulation
+    )
+    layout = Layout(world=world, zero=zero, precision=precision, micro_batch=2, accumulation=accumulation)
+    spec = _spec()
+    weight = 4 if precision == "fp32" else 2
+    parameters, gradients, optimizer = model_states(spec, layout)
+    pad = {8: 0.001, 64: 0.003}[world]  # a dim that doesn't divide is padded
+    assert optimizer <= found.optimizer * 1.0001 <= optimizer * (1 + pad) * 1.0001
+    if zero != 1 or accumulation > 1:  # with one micro-batch, stage 1 reduces at once and keeps less than its formula
+        assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
+    if zero < 3:
+        assert found.parameters == parameters
+    else:  # between layers nothing but the root's own parameters is gathered
+        root = weight * sum(p.numel() for n, p in GPT(SHAPE).named_parameters() if not n.startswith("blocks."))
+        assert found.parameters <= root + parameters * (1 + pad)
+    if zero:
+        sent = data_parallel_bytes(spec, layout)
+        assert sent <= found.sent * 1.0001 <= sent * (1 + pad) * 1.0001
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_equal_what_autograd_saves(precision: str) -> None:
+    """Fails if the per-layer sum of saved elements is off by more than half a percent from what autograd keeps."""
+    found = simulate(lambda: GPT(SHAPE), _inputs, world=1, zero=0, precision=precision)
+    assert found.activations == pytest.approx(
+        activations(_spec(), Layout(world=1, precision=precision, micro_batch=2)), rel=0.005
+    )
+
+
+@pytest.mark.slow
+def test_states_and_traffic_at_1024_ranks() -> None:
+    """Fails if shards or traffic of 1,024 ranks, every dim of the model a multiple of that, aren't the closed
+    form's."""
+    shape = GPTConfig(vocab=1024, layers=1, hidden=1024, heads=8, seq=1024)
+    ids = torch.zeros(1, 1024, dtype=torch.long)
+    found = simulate(lambda: GPT(shape), lambda: (ids, ids), world=1024, zero=3, precision="bf16")
+    spec = ModelSpec(params=sum(p.numel() for p in GPT(shape).parameters()))
+    layout = Layout(world=1024, zero=3, precision="bf16")
+    _, gradients, optimizer = model_states(spec, layout)
+    assert (found.gradients, found.optimizer) == (gradients, optimizer)
+    assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
+
+
+@pytest.mark.slow
+def test_seven_billion_on_64_ranks_simulated() -> None:
+    """Fails if the engine's shards of a 7.5 B model on 64 ranks differ from 1.9 GB by more than 2 % at ZeRO 3."""
+    shape = GPTConfig(vocab=50304, layers=36, hidden=4096, heads=32, seq=64)
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    found = simulate(lambda: GPT(shape), lambda: (ids, ids), world=64, zero=3, precision="bf16")
+    params = 36 * (12 * 4096**2 + 13 * 4096) + (2 * 50304 + 64 + 2) * 4096
+    states = found.optimizer + found.gradients + 2 * params / 64
+    assert states == pytest.approx(16 * params / 64, rel=0.001)
+    assert states / 1e9 == pytest.approx(1.9, rel=0.02)
+
+
+def test_traffic_of_one_micro_batch() -> None:
+    """Fails if a ring all-reduce isn't 2 Psi, ZeRO 3 not 3 Psi, or ZeRO++ not 0.75 Psi between groups (table 1 of
+    ZeRO++)."""
+    spec = ModelSpec(params=10**9)
+    psi = ring(2e9, 64)
+
+    def sent(**kind: object) -> float:
+        return data_parallel_bytes(spec, Layout(world=64, precision="bf16", **kind)) / psi  # type: ignore[arg-type]
+
+    assert [sent(zero=z) for z in range(4)] == pytest.approx([2, 2, 2, 3])
+    local = ring(2e9, 8) / psi
+    assert sent(zero=3, qwz=True, hpz=8, qgz=True) - local == pytest.approx(0.75)
+
+
+def test_tensor_parallel_traffic_and_bubble() -> None:
+    """Fails if Megatron's four all-reduces a layer, or the bubble (p - 1) / (m + p - 1), are counted wrongly."""
+    spec = ModelSpec(params=10**9, layers=4, hidden=64, heads=4, seq=16)
+    layout = Layout(world=4, tp=4, micro_batch=2, accumulation=3)
+    assert tensor_parallel_bytes(spec, layout) == 3 * 4 * 4 * 2 * (16 * 2 * 64 * 2) * 3 / 4
+    piped = Layout(world=4, pp=4, accumulation=12)
+    assert bubble(piped) == pytest.approx(3 / 15)
+    assert bubble(Layout(world=4, pp=4, accumulation=12, pipeline="interleaved", chunks=2)) == pytest.approx(3 / 27)
+    assert bubble(Layout(world=4, pp=4, accumulation=12, pipeline="zero-bubble")) == 0
+
+
+def test_flops_equal_the_published_form() -> None:
+    """Fails if FLOPs with full recomputation leave 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan 2021) by over 1 %."""
+    layers, hidden, vocab, seq, batch = 24, 2304, 51200, 2048, 512
+    spec = ModelSpec(params=12 * layers * hidden**2 + vocab * hidden, layers=layers, hidden=hidden, heads=24, seq=seq)
+    layout = Layout(world=32, micro_batch=16, recompute="full")
+    paper = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
+    assert layout.global_batch == batch
+    # The paper doesn't recompute the logits; 8 P does: a quarter of 8 V h a token.
+    assert flops(spec, layout) - 2 * vocab * hidden * batch * seq == pytest.approx(paper, rel=0.01)
+
+
+def test_pipeline_stage_is_the_fullest() -> None:
+    """Fails if the parameters of the largest of the stages that the layers are really cut into aren't the formula's."""
+    model, spec = GPT(SHAPE), _spec()
+    layer = sum(p.numel() for p in model.blocks[0].parameters())
+    first = 2 * layer + model.tokens.weight.numel()
+    # The spec doesn't know that head and embedding are two tables: the rest is spread over the layers.
+    assert stage_params(spec, Layout(world=3, pp=3)) == pytest.approx(first, rel=0.1)
+
+
+def test_search_lists_what_fits_fastest_first() -> None:
+    """Fails if a listed layout doesn't fit, the order isn't by time, or any is left that would fit."""
+    spec = ModelSpec(params=0, layers=32, hidden=4096, heads=32, vocab=32000, seq=2048)
+    machine = Machine(hbm=80e9)
+    found = search(spec, machine, world=64, global_batch=512)
+    times = [plan.time.step for plan in found]
+    assert times == sorted(times)
+    assert all(plan.memory.total <= machine.usable and plan.layout.global_batch == 512 for plan in found)
+    everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
+    assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
+    with pytest.raises(BadConfig, match=r"the smallest takes .* use more ranks"):
+        search(spec, Machine(hbm=1e9), world=8, global_batch=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("80G", 80e9), ("80GiB", 80 * 2**30), ("7.5e9", 7.5e9), ("7.5B", 7.5e9), ("400T", 4e14)]
+)
+def test_quantities(text: str, value: float) -> None:
+    """Fails if a unit is read as another, decimal as binary or the other way round."""
+    assert quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "G", "80X", "-1", "nan", "1e999"])
+def test_bad_quantities_are_refused(text: str) -> None:
+    """Fails if a quantity that means nothing gets through."""
+    with pytest.raises(BadConfig, match=r"write e\.g\. 80G"):
+        quantity(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ({"world": 6, "tp": 4}, "use a multiple of 4"),
+        ({"world": 4, "zero": 5}, "stages 0, 1, 2 and 3"),
+        ({"world": 4, "precision": "fp12"}, "use one of fp32"),
+        ({"world": 4, "zero": 2, "qwz": True}, "pass --zero 3"),
+    ],
+)
+def test_impossible_layouts_are_refused(kind: dict[str, object], says: str) -> None:
+    """Fails if a layout that can't be is planned, or its error doesn't name the fix."""
+    with pytest.raises(BadConfig, match=says):
+        Layout(**kind)  # type: ignore[arg-type]

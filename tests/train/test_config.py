@@ -1,0 +1,129 @@
+"""TrainConfig: read, overridden, written back, and refused in one sentence where it can't run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel.errors import BadConfig, BadData
+from accel.train.config import TrainConfig
+from accel.train.data import Order, loader
+from accel.train.schedule import learning_rate
+
+
+def _config(**tables: object) -> TrainConfig:
+    return TrainConfig.from_dict({"model": "m:f", "data": "m:d", **tables})
+
+
+def test_toml_and_overrides(tmp_path: Path) -> None:
+    """Fails if an override is lost, read as another type, or the written config reads back as another one."""
+    file = tmp_path / "run.toml"
+    file.write_text("model = 'm:f'\nsteps = 7\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n")
+    config = TrainConfig.load(file, ["optimizer.lr=2e-3", "parallel.zero=3", "model=a.b:c", "micro-batch=4"])
+    assert (config.optimizer.lr, config.parallel.zero, config.model) == (2e-3, 3, "a.b:c")
+    assert (config.steps, config.micro_batch, config.optimizer.betas) == (7, 4, (0.8, 0.9))
+    again = tmp_path / "again.toml"
+    again.write_text(config.to_toml())
+    assert TrainConfig.load(again) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "says"),
+    [
+        ("stepz = 3", "", "has no stepz"),
+        ("[optimizer]\nlearning = 3", "", "has no optimizer.learning"),
+        ("steps = 'many'", "", "steps is 'many', it has to be a whole number"),
+        ("steps = [", "", "is no TOML file"),
+        ("optimizer = 3", "", "optimizer is a table"),
+        ("", "steps", "write --key=value"),
+        ("[optimizer]\nbetas = 3", "", "is a list of numbers"),
+        ("[optimizer]\nbetas = [1]", "", "has 1 numbers; give two"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: str) -> None:
+    """Fails if an unknown key, a wrong type or a broken file is read as something, or the message doesn't say which."""
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(BadConfig, match=says):
+        TrainConfig.load(file, [override] if override else [])
+
+
+@pytest.mark.parametrize(
+    ("tables", "world", "says"),
+    [
+        ({"precision": {"mode": "fp12"}}, 1, "precision.mode is 'fp12'; use one of fp32"),
+        ({"parallel": {"zero": 4}}, 2, "the stages 0, 1, 2 and 3"),
+        ({"global_batch": 30, "micro_batch": 8}, 2, "use --global-batch=16"),
+        ({"global_batch": 8, "micro_batch": 8}, 2, "use --global-batch=16"),
+        ({"parallel": {"tp": 3}}, 4, "use a multiple of 3 ranks"),
+        ({"parallel": {"replicate": 3}}, 4, "don't divide into 3 replicas"),
+        ({"parallel": {"tp": 2}, "shape": {"vocab": 61}}, 4, "61 vocab don't divide by tp 2"),
+        ({"parallel": {"pp": 2, "zero": 3}}, 4, "use parallel.zero = 2 with pp"),
+        ({"parallel": {"offload": True}}, 2, "ZeRO 0 has none"),
+        ({"steps": 0}, 1, "steps is 0"),
+        ({"optimizer": {"lr": float("nan")}}, 1, "optimizer.lr is nan"),
+        ({"steps": 5, "schedule": {"warmup": 5}}, 1, "leave steps after the warm-up"),
+        ({"precision": {"mode": "O3"}}, 1, "is 0 in float16"),
+        ({}, 0, "at least one rank"),
+    ],
+)
+def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says: str) -> None:
+    """Fails if a config that can't run gets as far as a process group, or the one sentence lacks the fix."""
+    with pytest.raises(BadConfig) as caught:
+        _config(**tables).validate(world)
+    assert says in str(caught.value)
+
+
+def test_apex_names() -> None:
+    """Fails if O0 to O3 stand for other modes than apex's."""
+    modes = [_config(precision={"mode": f"O{n}"}).precision.resolved for n in range(4)]
+    assert modes == ["fp32", "autocast-fp16", "fp16", "fp16-only"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_global_batch_is_the_same_on_any_world(ranks: int) -> None:
+    """Fails if the samples of a step depend on the number of ranks, repeat in an epoch, or a resumed order differs."""
+
+    def steps(count: int, first: int = 0) -> list[list[int]]:
+        orders = [iter(Order(50, global_batch=8, rank=rank, ranks=ranks, seed=3, first=first)) for rank in range(ranks)]
+        return [[next(order) for order in orders for _ in range(8 // ranks)] for _ in range(count)]
+
+    whole = steps(14)
+    alone = iter(Order(50, global_batch=8, rank=0, ranks=1, seed=3))
+    assert whole == [[next(alone) for _ in range(8)] for _ in range(14)]
+    assert whole[9:] == steps(5, first=9)
+    epoch = [index for step in whole[:6] for index in step]
+    assert len(set(epoch)) == len(epoch) == 48
+    assert whole[6:12] != whole[:6]
+
+
+def test_the_loader_resumes_exactly() -> None:
+    """Fails if a loader that starts at a step gives other batches than one that got there."""
+    data = [(index, -index) for index in range(40)]
+    common = {"global_batch": 8, "micro_batch": 2, "rank": 1, "ranks": 2, "seed": 1, "processes": 0}
+    through = iter(loader(data, first=0, **common))  # type: ignore[arg-type]
+    for _ in range(2 * 7):  # seven steps of two micro-batches
+        next(through)
+    resumed = iter(loader(data, first=7, **common))  # type: ignore[arg-type]
+    for _ in range(6):
+        (x, y), (a, b) = next(through), next(resumed)
+        assert x.tolist() == a.tolist() == (-y).tolist() == (-b).tolist()
+
+
+def test_data_shorter_than_a_batch() -> None:
+    """Fails if a run on too little data loops over nothing instead of saying so."""
+    with pytest.raises(BadData, match="the data has 7 samples, a global batch takes 8"):
+        Order(7, global_batch=8, rank=0, ranks=1, seed=0)
+
+
+def test_schedules() -> None:
+    """Fails if warm-up, the shape of the descent or its floor are off."""
+
+    def rates(name: str) -> list[float]:
+        config = _config(steps=12, optimizer={"lr": 1.0}, schedule={"name": name, "warmup": 2, "floor": 0.1})
+        return [learning_rate(config, step) for step in (0, 1, 2, 7, 11)]
+
+    assert rates("constant") == pytest.approx([0.5, 1, 1, 1, 1])
+    assert rates("linear") == pytest.approx([0.5, 1, 1, 0.55, 0.19])
+    assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.55, 0.1 + 0.9 * 0.0244717], abs=1e-6)
