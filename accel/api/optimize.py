@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel.api.export import check_writable, open_cache
 from accel.artifact import Artifact, beside, canonical_json, manifest_path, text_sha256
 from accel.cache import StageCache
-from accel.errors import AccelError, CannotWrite, NothingPassed, UsageError
+from accel.errors import AccelError, CannotWrite, NothingPassed, UnsupportedHere, UsageError
 from accel.optimizer.judge import Judge, Judgement, Metric
 from accel.optimizer.recipes import UNMEASURED_ORDER, NotTried, Recipe, Request, precisions_for, recipes, targets_for
 from accel.progress import report
@@ -207,6 +207,9 @@ def _attempt(
         report(f"{recipe.name}: judging")
         options = recipe.options if last_runnable is artifact else {}
         row.judgement = _judged(judge, last_runnable, options, cache)
+    except UnsupportedHere as error:  # this form of this model for this target; another may do
+        row.status, row.reason = "rejected", str(error)
+        return row
     except (UsageError, CannotWrite):
         raise
     except AccelError as error:

@@ -110,6 +110,17 @@ def test_an_engine_is_built_without_a_gpu(
     assert chain["stages"][-1]["gates"][0]["passed"] is None
 
 
+def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if one precision that this model can't have ends the run, or its row doesn't name the fix."""
+    result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
+    rows = {row.precision: row for row in result.candidates[1:]}
+    assert rows["bf16"].status == "rejected"
+    assert "--opset 22" in rows["bf16"].reason
+    assert rows["fp16"].status == "chosen"
+    assert rows["int8"].status == "not tried"
+    assert "--data" in rows["int8"].reason
+
+
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
     """Fails if a budget that nothing meets still gives an engine, or a source that runs here gives an error."""
 
