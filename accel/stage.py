@@ -112,7 +112,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("onnx",),
         gives="onnx",
         suffix=".onnx",
-        packages=("onnx", "onnxruntime"),
+        packages=("onnx", "onnxruntime", "ml_dtypes"),
         may_change=frozenset({"dtypes"}),
     ),
     Stage(
@@ -246,7 +246,16 @@ def run_stage(
             made = _make(stage, src, config, options, used, key, gates, folder, out, cache)
     else:
         report(f"{stage.name}: cached", 1.0)
+        made = _as_made_from(made, src)
     return made.copy_to(out) if out is not None else made
+
+
+def _as_made_from(made: Artifact, src: Artifact) -> Artifact:
+    """A cached artifact with the places where its source and input lie now: same bytes, maybe other paths."""
+    assert made.manifest is not None
+    record = {**made.history[-1], "input_path": str(src.path.absolute())}
+    manifest = replace(made.manifest, source=src.source, stages=(*src.history, record))
+    return made.with_manifest(manifest)
 
 
 def _make(

@@ -65,7 +65,8 @@ def opset_of(model: onnx.ModelProto) -> int:
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     """What the file itself declares: its signature (dims unnamed in the file get ``<tensor>_<axis>``), opset, IR and
-    precision (``int8`` where it holds QDQ or integer matrix products, else what its floats are)."""
+    precision (``int8`` where it holds QDQ or integer matrix products, else what its floats are), and which float
+    dtypes occur in it."""
     return describe_model(read_proto(path))
 
 
@@ -76,7 +77,12 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     outputs = tuple(_spec(v) for v in model.graph.output)
     bounds = _index_bounds(model)
     inputs = tuple(replace(spec, values=bounds.get(spec.name)) for spec in inputs)
-    properties = {"opset": opset_of(model), "ir": int(model.ir_version), "precision": _precision(model)}
+    properties = {
+        "opset": opset_of(model),
+        "ir": int(model.ir_version),
+        "precision": _precision(model),
+        "floats": _floats(model),
+    }
     return Signature(inputs, outputs), properties
 
 
@@ -132,6 +138,17 @@ def _precision(model: onnx.ModelProto) -> str:
             sizes[name] = sizes.get(name, 0) + count
     main = max(sizes, key=lambda name: sizes[name], default="float")
     return _PRECISIONS.get(main, "fp32")
+
+
+def _floats(model: onnx.ModelProto) -> list[str]:
+    """The float dtypes of its inputs, weights and casts."""
+    from onnx import TensorProto
+
+    names = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
+    found = {tensor.data_type for tensor in model.graph.initializer}
+    found |= {value.type.tensor_type.elem_type for value in model.graph.input}
+    found |= {a.i for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
+    return sorted(name for kind, name in names.items() if kind in found)
 
 
 def open_onnx(
@@ -208,7 +225,8 @@ def check(path: Path) -> str | None:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
         # Custom domains are for the runtime to judge: the checker knows no schema for them.
-        if "No Op registered" not in str(error) and "No opset import" not in str(error):
+        own = {node.domain for node in read_proto(path).graph.node} - {"", "ai.onnx", "ai.onnx.ml"}
+        if not own or ("No Op registered" not in str(error) and "No opset import" not in str(error)):
             return one_line(error)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

@@ -118,7 +118,7 @@ def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, n
 def gate_runtime(artifact: Artifact) -> str | None:
     """What an artifact is run with when it is judged. A 16-bit ONNX model is rounded after every node: ONNX Runtime on
     a CPU computes it in float32, and would hide what overflows. None where this machine can't run it."""
-    if artifact.kind == "onnx" and artifact.properties.get("precision") in ("fp16", "bf16"):
+    if artifact.kind == "onnx" and {"float16", "bfloat16"} & set(artifact.properties.get("floats", ())):
         return "onnx-rounded"
     runtime = default_runtime(artifact)
     return runtime.name if runtime.runnable() else None

@@ -3,143 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from onnx_builder import FLOAT, HALF, INT64, artifact, kept, node, proto, run, save_data, square_root_of_square
 
 from accel.artifact import Artifact
 from accel.converters.cast import CastConfig, CastFailed, cast
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 from accel.errors import UnknownName, UnsupportedHere
-from accel.runtimes.base import SessionOptions
-from accel.runtimes.onnx_rounded import RoundedSession
 from accel.signature import DimRange
 from accel.sources.onnx_file import open_onnx
-
-FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
-
-
-def artifact(
-    path: Path,
-    nodes: list[onnx.NodeProto],
-    inputs: dict[str, tuple[int, list[Any]]],
-    outputs: dict[str, tuple[int, list[Any]]],
-    constants: dict[str, Any] | None = None,
-    *,
-    opset: int = 20,
-    dims: dict[str, DimRange] | None = None,
-) -> Artifact:
-    """An ONNX file of these nodes, opened."""
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info(name, *spec) for name, spec in inputs.items()],
-        [helper.make_tensor_value_info(name, *spec) for name, spec in outputs.items()],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    onnx.checker.check_model(model, full_check=True)
-    onnx.save(model, str(path))
-    return open_onnx(path, probe=False, dims=dims)
-
-
-def node(op: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
-    """``-`` stands for an input that is left out."""
-    names = ["" if name == "-" else name for name in inputs.split()]
-    return helper.make_node(op, names, outputs.split(), name=f"n_{outputs.split()[0]}", **attributes)
-
-
-def save_data(path: Path, **arrays: np.ndarray) -> Path:
-    np.savez(path, **arrays)  # type: ignore[arg-type]
-    return path
-
-
-def kept(made: Artifact) -> set[str]:
-    return {entry["node"] for entry in made.notes["kept_fp32"]}
-
-
-def run(made: Artifact, **feeds: np.ndarray) -> dict[str, np.ndarray]:
-    """With real rounding."""
-    with RoundedSession(made, SessionOptions()) as session:
-        return session.run(feeds)
-
-
-def proto(made: Artifact) -> onnx.ModelProto:
-    model = onnx.load(str(made.path))
-    onnx.checker.check_model(model, full_check=True)
-    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-    return model
-
-
-def square_root_of_square(path: Path) -> Artifact:
-    return artifact(
-        path,
-        [node("Mul", "x x", "a"), node("Sqrt", "a", "y"), node("Relu", "y", "z")],
-        {"x": (FLOAT, ["batch"])},
-        {"z": (FLOAT, ["batch"])},
-    )
-
-
-# The rounded session
-
-
-@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
-def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> None:
-    """Fails if a cast pair is optimised away or rounds otherwise than the format does: sqrt(x*x) at 300 overflows in
-    fp16 (ONNX Runtime itself says 300), and every inner value is exactly numpy's rounding."""
-    dtype = np.dtype(np.float16 if kind == TensorProto.FLOAT16 else ml_dtypes.bfloat16)
-    src = artifact(
-        tmp_path / "m.onnx",
-        [node("Mul", "x x", "a"), node("Sqrt", "a", "y")],
-        {"x": (kind, ["batch"])},
-        {"y": (kind, ["batch"])},
-    )
-    x = np.array([300.0, 1.2345, 3e-4, 7.7, 255.9], dtype)
-    with np.errstate(over="ignore"):
-        squares = (x.astype(np.float32) ** 2).astype(dtype)
-        roots = np.sqrt(squares.astype(np.float32)).astype(dtype)
-    with RoundedSession(src, SessionOptions()) as session:
-        found = session.run_all({"x": x})
-        assert session.run({"x": x})["y"].dtype == dtype
-    assert np.array_equal(found["a"], squares)
-    assert np.array_equal(found["y"], roots)
-    assert np.isinf(roots[0]) == (kind == TensorProto.FLOAT16)
-
-
-def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
-    """Fails if the twin rounds what is not 16-bit: a float32 graph has to give ONNX Runtime's bits."""
-    src = square_root_of_square(tmp_path / "m.onnx")
-    x = np.array([300.0, 1.2345], np.float32)
-    plain = onnxruntime.InferenceSession(str(src.path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
-    assert np.array_equal(run(src, x=x)["z"], plain)
-
-
-def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
-    """Fails if subgraphs are left as they are: the twin would not even load, or x*x at 300 would be finite."""
-    branch = helper.make_graph(
-        [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],
-        "then",
-        [],
-        [helper.make_tensor_value_info("t", HALF, None)],
-    )
-    other = helper.make_graph([node("Neg", "x", "e")], "else", [], [helper.make_tensor_value_info("e", HALF, None)])
-    src = artifact(
-        tmp_path / "m.onnx",
-        [node("If", "c", "y", then_branch=branch, else_branch=other)],
-        {"x": (HALF, ["batch"]), "c": (TensorProto.BOOL, [])},
-        {"y": (HALF, ["batch"])},
-    )
-    x = np.array([300, 2], np.float16)
-    assert np.array_equal(run(src, x=x, c=np.array(True))["y"], np.array([np.inf, 2], np.float16))
-    assert np.array_equal(run(src, x=x, c=np.array(False))["y"], -x)
-
 
 # What stays float32
 

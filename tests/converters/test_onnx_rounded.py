@@ -1,0 +1,66 @@
+"""The rounded session: real rounding shows what ONNX Runtime hides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+from onnx_builder import HALF, artifact, node, run, square_root_of_square
+
+from accel.runtimes.base import SessionOptions
+from accel.runtimes.onnx_rounded import RoundedSession
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> None:
+    """Fails if a cast pair is optimised away or rounds otherwise than the format does: sqrt(x*x) at 300 overflows in
+    fp16 (ONNX Runtime itself says 300), and every inner value is exactly numpy's rounding."""
+    dtype = np.dtype(np.float16 if kind == TensorProto.FLOAT16 else ml_dtypes.bfloat16)
+    src = artifact(
+        tmp_path / "m.onnx",
+        [node("Mul", "x x", "a"), node("Sqrt", "a", "y")],
+        {"x": (kind, ["batch"])},
+        {"y": (kind, ["batch"])},
+    )
+    x = np.array([300.0, 1.2345, 3e-4, 7.7, 255.9], dtype)
+    with np.errstate(over="ignore"):
+        squares = (x.astype(np.float32) ** 2).astype(dtype)
+        roots = np.sqrt(squares.astype(np.float32)).astype(dtype)
+    with RoundedSession(src, SessionOptions()) as session:
+        found = session.run_all({"x": x})
+        assert session.run({"x": x})["y"].dtype == dtype
+    assert np.array_equal(found["a"], squares)
+    assert np.array_equal(found["y"], roots)
+    assert np.isinf(roots[0]) == (kind == TensorProto.FLOAT16)
+
+
+def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
+    """Fails if the twin rounds what is not 16-bit: a float32 graph has to give ONNX Runtime's bits."""
+    src = square_root_of_square(tmp_path / "m.onnx")
+    x = np.array([300.0, 1.2345], np.float32)
+    plain = onnxruntime.InferenceSession(str(src.path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+    assert np.array_equal(run(src, x=x)["z"], plain)
+
+
+def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
+    """Fails if subgraphs are left as they are: the twin would not even load, or x*x at 300 would be finite."""
+    branch = helper.make_graph(
+        [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],
+        "then",
+        [],
+        [helper.make_tensor_value_info("t", HALF, None)],
+    )
+    other = helper.make_graph([node("Neg", "x", "e")], "else", [], [helper.make_tensor_value_info("e", HALF, None)])
+    src = artifact(
+        tmp_path / "m.onnx",
+        [node("If", "c", "y", then_branch=branch, else_branch=other)],
+        {"x": (HALF, ["batch"]), "c": (TensorProto.BOOL, [])},
+        {"y": (HALF, ["batch"])},
+    )
+    x = np.array([300, 2], np.float16)
+    assert np.array_equal(run(src, x=x, c=np.array(True))["y"], np.array([np.inf, 2], np.float16))
+    assert np.array_equal(run(src, x=x, c=np.array(False))["y"], -x)
