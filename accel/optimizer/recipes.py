@@ -134,12 +134,15 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
             if steps or target.runtime != "onnxruntime"  # nothing done to it: that is the source itself
         ]
     if target.kind == "openvino":
-        if precision == "bf16":
-            options = options | {"precision": "bf16"}
         steps = [*head, *_quantized(src, target, precision, request), _openvino(precision)]
+        in_bf16 = options | {"precision": "bf16"}
+        forms = [(name, in_bf16 if precision == "bf16" else options)]
+        if precision == "int8" and _cpu_has_bf16():  # what isn't quantized can still be had in bf16
+            forms.append((f"{name}+bf16", in_bf16))
     else:
         steps = [*head, *_typed(src, target, precision, request), _engine(target, request)]
-    return [Recipe(name=name, target=target, precision=precision, stages=tuple(steps), options=options)]
+        forms = [(name, options)]
+    return [Recipe(name=n, target=target, precision=precision, stages=tuple(steps), options=o) for n, o in forms]
 
 
 Step = tuple[str, StageConfig, float]
