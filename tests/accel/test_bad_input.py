@@ -205,7 +205,7 @@ def test_a_full_disk(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [p for p in (corpus / "out").rglob("*") if p.is_file()] == []
 
 
-STAGES_TO_INTERRUPT = ["simplify", "quantize", "openvino_from_onnx", "engine_from_onnx", "judging", "measure"]
+STAGES_TO_INTERRUPT = ["simplify", "quantize", "openvino_from_onnx", "engine_from_onnx", "judging", "bench: round"]
 
 
 @pytest.mark.slow
