@@ -48,6 +48,7 @@ class CandidateResult:
     measured: Mapping[str, Any] | None = None
     artifact: Artifact | None = field(default=None, repr=False)
     recipe: Recipe | None = field(default=None, repr=False)
+    unsupported: bool = False  # it was refused for what was asked, not for what came out
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -114,7 +115,8 @@ def optimize(
     optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1).
 
-    Nothing slower than the source is ever chosen: where no candidate is measurably faster, the source itself is.
+    Nothing slower than the source is ever chosen: where no candidate is measurably faster, the source itself is. For a
+    target that can't run here nothing is measured: then the first of fp16, int8, bf16, fp32 within the budget is taken.
     Raises ``NothingPassed`` where a target that can't run here has no candidate within the budget.
     """
     folder = Path(out)
@@ -158,6 +160,8 @@ def optimize(
             feeds = _bench_feeds(src, calibration, sizes)
             environment = _measure(source, [r for r in runnable if r.status == "passed"], feeds, request, rounds, cache)
             chosen = _fastest(source, runnable)
+            shape = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            notes.append(f"measured at {shape}, {request.threads} threads")
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = _likeliest(rows)
@@ -208,7 +212,7 @@ def _attempt(
         options = recipe.options if last_runnable is artifact else {}
         row.judgement = _judged(judge, last_runnable, options, cache)
     except UnsupportedHere as error:  # this form of this model for this target; another may do
-        row.status, row.reason = "rejected", str(error)
+        row.status, row.reason, row.unsupported = "rejected", str(error), True
         return row
     except (UsageError, CannotWrite):
         raise
@@ -315,10 +319,13 @@ def _fastest(source: CandidateResult, rows: list[CandidateResult]) -> CandidateR
 
 def _likeliest(rows: list[CandidateResult]) -> CandidateResult:
     passed = [row for row in rows if row.status == "passed"]
+    if rows and all(row.unsupported for row in rows):
+        raise UnsupportedHere(rows[0].reason)
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
         raise NothingPassed(f"no candidate is within the budget ({reasons}); raise --max-drop or choose --precision")
     best = min(passed, key=lambda row: UNMEASURED_ORDER.index(row.precision))
+    best.reason = "not measured here; the first of fp16, int8, bf16, fp32 that is within the budget"
     for row in passed:
         if row is not best:
             row.reason = "not measured here; built and within the budget"
