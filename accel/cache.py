@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from accel.artifact import Artifact, beside, file_sha256
+from accel.artifact import Artifact, beside
 from accel.errors import AccelError, CannotWrite, ChainBroken
 
 _STALE_SECONDS = 24 * 3600
@@ -129,8 +129,3 @@ def _alive(pid: str) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def entry_hashes(artifact: Artifact) -> dict[str, str]:
-    """sha256 now of each file that the artifact's manifest names; a missing one is left out."""
-    return {f.name: file_sha256(f) for f in artifact.files if f.is_file()}

@@ -7,7 +7,6 @@ companions beside it) and nothing else; everything around that is here, the same
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 import platform
 import shutil
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import accel
 from accel.artifact import Artifact, Manifest, canonical_json, file_sha256, manifest_path, text_sha256
 from accel.cache import StageCache
+from accel.child import resolve
 from accel.errors import CannotWrite, GateFailed, SignatureDrift, StageFailed, UnknownName, UnsupportedHere
 from accel.progress import report
 from accel.signature import Signature, TensorSpec
@@ -153,12 +153,6 @@ READERS: dict[str, str] = {
 }
 
 
-def load(target: str) -> Any:
-    """The object behind an import string ``module:attribute``."""
-    module, attribute = target.split(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def get_stage(name: str) -> Stage:
     for stage in STAGES:
         if stage.name == name:
@@ -270,7 +264,7 @@ def _make(
     out: Path | None,
     cache: StageCache,
 ) -> Artifact:
-    function: Callable[..., Artifact] = load(stage.function)
+    function: Callable[..., Artifact] = resolve(stage.function)
     report(stage.name, None)
     started = time.monotonic()
     inside = folder / f"model{stage.suffix}"
@@ -330,7 +324,7 @@ def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Art
     where = f"stage {stage.name}"
     found, properties = result.signature, dict(result.properties)
     if result.kind in READERS:
-        found, read = load(READERS[result.kind])(result.path)
+        found, read = resolve(READERS[result.kind])(result.path)
         properties |= read
     _compare_specs(where, "input", src.signature.inputs, found.inputs, stage.may_change)
     if src.signature.outputs:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.api.export import check_writable, open_cache
 from accel.artifact import Artifact, beside, canonical_json, manifest_path, text_sha256
+from accel.bench.environment import available_cores
 from accel.cache import StageCache
 from accel.errors import AccelError, CannotWrite, NothingPassed, UnsupportedHere, UsageError
 from accel.optimizer.judge import Judge, Judgement, Metric
@@ -134,7 +135,7 @@ def optimize(
             precisions=precisions_for([precision] if isinstance(precision, str) else precision),
             data=calibration,
             samples=samples,
-            threads=threads or _cores(),
+            threads=threads or available_cores(),
             profiles=tuple(profiles),
             compute_capabilities=tuple(compute_capabilities),
         )
@@ -241,12 +242,6 @@ def _judged(judge: Judge, artifact: Artifact, options: Mapping[str, Any], cache:
 def _calibration_samples(data: Path | None, src: Artifact) -> int:
     """Half of the data at most, so that the other half can judge."""
     return 0 if data is None else min(128, max(1, len(Dataset.load(data, src.signature)) // 2))
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _bench_feeds(src: Artifact, data: Path | None, sizes: Mapping[str, int] | None) -> dict[str, np.ndarray]:

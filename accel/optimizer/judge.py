@@ -14,7 +14,7 @@ from accel.errors import BadData, UsageError
 from accel.runtimes.base import SessionOptions, open_session
 from accel.sources.python_object import load_object, raised
 from accel.stage import path_sha256
-from accel.verify.compare import compare
+from accel.verify.compare import compare, cosines
 from accel.verify.data import Dataset
 from accel.verify.gates import cast_feeds, gate_runtime
 
@@ -169,11 +169,6 @@ def _cosines(reference: list[dict[str, np.ndarray]], outputs: list[dict[str, np.
     found = []
     for wanted, got in zip(reference, outputs, strict=True):
         a, b = wanted[name].astype(np.float64), got[name].astype(np.float64)
-        rows = a.shape[0] if a.ndim > 1 else 1
-        a, b = a.reshape(rows, -1), b.reshape(rows, -1)
         # Infinities stand for masked places on both sides (compare() has checked that they match).
-        a, b = np.where(np.isfinite(a), a, 0.0), np.where(np.isfinite(b), b, 0.0)
-        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        alike = (np.linalg.norm(a, axis=1) == 0) & (np.linalg.norm(b, axis=1) == 0)
-        found.append(np.where(alike, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms)))
+        found.append(cosines(np.where(np.isfinite(a), a, 0.0), np.where(np.isfinite(b), b, 0.0)))
     return np.concatenate(found)

@@ -224,9 +224,6 @@ def _from_exported_program(path: Path) -> Found:
     tensors = dict(zip(names, [*flatten(args).values(), *kwargs.values()], strict=False))
     module = _Program(program.module(), tuple(kwargs))
     bounds = {str(symbol): interval for symbol, interval in program.range_constraints.items()}
-    placeholders = [
-        n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
-    ]
     specs: list[TensorSpec] = []
     dims: dict[str, tuple[str, DimRange]] = {}
     for (name, tensor), node in zip(tensors.items(), placeholders, strict=True):

@@ -60,7 +60,7 @@ def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Dif
         max_abs=float(np.abs(error).max(initial=0.0)),
         scale=float(np.abs(ref).max(initial=0.0)),
         rel_l2=apart / norm if norm else (0.0 if apart == 0 else float("inf")),
-        cosine=_smallest_cosine(ref, got),
+        cosine=float(cosines(ref, got).min()),
     )
 
 
@@ -69,18 +69,19 @@ def _incomparable(output: str, problem: str) -> Difference:
     return Difference(output=output, max_abs=inf, scale=0.0, rel_l2=inf, cosine=-1.0, problem=problem)
 
 
-def _smallest_cosine(ref: np.ndarray, got: np.ndarray) -> float:
+def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """float64[samples]: cosine similarity of each sample (axis 0) of two finite float64 arrays of one shape, of all of
+    a vector; two that are zero are alike."""
     import numpy as np
 
     rows = ref.shape[0] if ref.ndim > 1 else 1
     if ref.size == 0:
-        return 1.0
+        return np.ones(1)
     a, b = ref.reshape(rows, -1), got.reshape(rows, -1)
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     dots = (a * b).sum(axis=1)
     both_zero = (np.linalg.norm(a, axis=1) == 0) & (np.linalg.norm(b, axis=1) == 0)
-    cosine = np.where(both_zero, 1.0, dots / np.where(norms == 0, 1.0, norms))
-    return float(cosine.min())
+    return np.where(both_zero, 1.0, dots / np.where(norms == 0, 1.0, norms))
 
 
 def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndarray]) -> list[Difference]:
