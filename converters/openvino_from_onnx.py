@@ -11,6 +11,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.child import run_in_child
+from accel.converters.openvino_softmax_guard import remove_softmax_guards
 from accel.errors import BuildFailed, CannotWrite, ChildCrashed, InvalidModel, MissingExtra
 from accel.progress import report
 from accel.runtimes.openvino import reason
@@ -46,8 +47,8 @@ class IrNotBuilt(BuildFailed):
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Convert ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
 
-    ``properties``: precision. ``notes``: openvino (version), operations. Raises ``MissingExtra``, ``InvalidModel`` for
-    a file that is no ONNX, ``IrNotBuilt`` for one that OpenVINO can't convert.
+    ``properties``: precision. ``notes``: openvino (version), operations, softmax_guards_removed. Raises
+    ``MissingExtra``, ``InvalidModel`` for a file that is no ONNX, ``IrNotBuilt`` for one that OpenVINO can't convert.
     """
     _, declared = describe_onnx(src.path)
     external_files(read_proto(src.path))  # refuses weights outside the model's folder
@@ -97,9 +98,10 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
         raise IrNotBuilt(
             f"OpenVINO can't convert {path.name}: {reason(error)}; export it with another opset"
         ) from error
+    guards = remove_softmax_guards(model)
     model.set_rt_info(json.dumps(names), list(RT_INFO))
     ov.save_model(model, str(out), compress_to_fp16=False)
-    return {"openvino": str(ov.__version__), "operations": len(model.get_ops())}
+    return {"openvino": str(ov.__version__), "operations": len(model.get_ops()), "softmax_guards_removed": guards}
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""The guard behind torch's safe softmax, taken out of an OpenVINO model where it can never act."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What neither makes an infinite number of finite ones nor a NaN of them, short of an overflow of the scores themselves.
+_ARITHMETIC = frozenset({"Add", "Subtract", "Multiply", "MatMul"})
+_MOVEMENT = frozenset(
+    {
+        "Broadcast", "Convert", "Gather", "GatherND", "Identity", "Reshape", "Slice", "Squeeze", "StridedSlice",
+        "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+_FRACTIONS = frozenset({"f16", "bf16", "f32", "f64"})
+
+
+def remove_softmax_guards(model: Any) -> int:
+    """Replace ``Select(IsNaN(s), 0, s)`` by ``s`` for every softmax ``s`` whose input can't be infinite; how many.
+
+    torch's exporter puts the guard behind each softmax, since a row that is masked with -inf everywhere is NaN. With a
+    finite mask (transformers adds the dtype's lowest number) no row is. OpenVINO fuses an attention into one kernel
+    only without the guard. The mask becomes the lowest number that bfloat16 has too, so that it stays finite there:
+    added to any score below 1e30 it gives the same float32 row as before, up to a constant.
+    """
+    count = 0
+    for guard in model.get_ordered_ops():
+        softmax = _guarded(guard)
+        masks: list[Any] = []
+        if softmax is None or not _finite(softmax.input_value(0), masks):
+            continue
+        for mask in masks:
+            _lift(mask)
+        guard.output(0).replace(softmax.output(0))
+        count += 1
+    if count:
+        model.validate_nodes_and_infer_types()
+    return count
+
+
+def _guarded(op: Any) -> Any | None:
+    """The softmax whose NaN ``op`` turns into zeros; None where it is something else."""
+    if op.get_type_name() != "Select":
+        return None
+    condition, replacement, value = (op.input_value(i).get_node() for i in range(3))
+    if condition.get_type_name() != "IsNaN" or value.get_type_name() != "Softmax":
+        return None
+    same = condition.input_value(0).get_node() == value
+    zero = replacement.get_type_name() == "Constant" and not replacement.data.any()
+    return value if same and zero else None
+
+
+def _finite(output: Any, masks: list[Any]) -> bool:
+    """Whether the tensor is finite for finite activations. ``masks`` collects the constants beyond bfloat16's range."""
+    import numpy as np
+
+    seen: set[str] = set()
+    open_ends = [output]
+    while open_ends:
+        node = open_ends.pop().get_node()
+        kind = node.get_type_name()
+        if node.get_friendly_name() in seen or node.get_output_element_type(0).get_type_name() not in _FRACTIONS:
+            continue
+        seen.add(node.get_friendly_name())
+        inputs = [node.input_value(i) for i in range(node.get_input_size())]
+        if kind == "Constant":
+            if not np.isfinite(node.data).all():
+                return False
+            if np.abs(node.data).max(initial=0) > _BF16_MAX:
+                masks.append(node)
+        elif kind == "MatMul":
+            continue  # the scores: infinite only where the model has overflowed already
+        elif kind in _ARITHMETIC:
+            open_ends += inputs
+        elif kind in _MOVEMENT or kind == "FakeQuantize":
+            open_ends.append(inputs[0])
+        elif kind == "Select":
+            open_ends += inputs[1:]
+        else:
+            return False  # an input of the model may hold -inf, Log or Divide may make it
+    return True
+
+
+_BF16_MAX = 3.3895313892515355e38
+
+
+def _lift(mask: Any) -> None:
+    import numpy as np
+    import openvino.opset13 as ops
+
+    bounded = np.clip(mask.data, -_BF16_MAX, _BF16_MAX).astype(mask.data.dtype)
+    mask.output(0).replace(ops.constant(bounded, name=f"{mask.get_friendly_name()}/finite").output(0))
