@@ -1,0 +1,72 @@
+"""How the requests of a model are queued, batched and run: the options, as the repository's config gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuePolicy:
+    """Bounds of one queue (one for each priority level). 0 is unbounded.
+
+    ``timeout_us``: how long a request may wait; ``timeout_action``: ``reject`` (UNAVAILABLE, "Request timeout expired")
+    or ``delay`` (behind those that are in time). ``allow_override``: a request may ask for a shorter timeout.
+    """
+
+    max_queue_size: int = 0
+    timeout_us: int = 0
+    timeout_action: str = "reject"
+    allow_override: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthBatching:
+    """Batching of inputs that differ in one dim. ``dim``: its name in the signature. ``mask``: the input that says
+    which positions are real (made where the client sent none). ``pad``: value by input, 0 where not named.
+    ``outputs``: axis to cut back to the request's own length, by output."""
+
+    dim: str
+    mask: str | None = None
+    pad: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceBatching:
+    """Stateful models. ``states``: output name -> input name that gets it at the sequence's next request.
+    ``controls``: START, END, READY, CORRID -> input name. ``max_idle_us``: a sequence that is silent for longer ends."""
+
+    states: Mapping[str, str] = field(default_factory=dict)
+    controls: Mapping[str, str] = field(default_factory=dict)
+    max_idle_us: int = 1_000_000_000
+    max_sequences: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduling:
+    """``max_batch_size``: 0 where the model has no batch dim (each request is run alone). ``dynamic``: requests of
+    several callers may be run together. ``preferred``: batch sizes to wait for. ``max_delay_us``: how long the oldest
+    may wait for company. ``allowed``: batch sizes that the model takes at all (an engine's profiles), None for every.
+    ``queue_rows``/``queue_bytes``: what may wait in all, over every priority. ``response_cache``: equal requests are
+    answered from the cache of the server.
+    """
+
+    max_batch_size: int = 0
+    dynamic: bool = False
+    preferred: tuple[int, ...] = ()
+    max_delay_us: int = 0
+    allowed: tuple[int, ...] | None = None
+    preserve_ordering: bool = False
+    priority_levels: int = 0
+    default_priority: int = 0
+    default_policy: QueuePolicy = field(default_factory=QueuePolicy)
+    policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
+    instances: int = 1
+    threads: int = 0
+    queue_rows: int = 4096
+    queue_bytes: int = 1 << 30
+    lengths: LengthBatching | None = None
+    sequence: SequenceBatching | None = None
+    decoupled: bool = False
+    response_cache: bool = False
