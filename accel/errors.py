@@ -17,6 +17,7 @@
     │   └── SignatureDrift          a stage changed names, dtypes, dynamic dims, opset or IR
     ├── GateFailed                  a stage's output differs from its input by more than the limit
     ├── NothingPassed               accel optimize: no candidate passed its gates
+    ├── RunFailed                   a loaded model failed on inputs that fit its signature
     ├── ChainBroken                 accel inspect --check: a hash doesn't hold
     ├── TrainingFailed              a run stopped: a loss that is no number, a rank that died or hung
     ├── BadCheckpoint               a checkpoint that is damaged, unfinished or of another model
@@ -109,6 +110,10 @@ class GateFailed(AccelError):
 
 class NothingPassed(AccelError):
     """No candidate of ``accel optimize`` passed its gates."""
+
+
+class RunFailed(AccelError):
+    """A loaded model failed on inputs that fit its signature: an index out of range, no memory left."""
 
 
 class ChainBroken(AccelError):

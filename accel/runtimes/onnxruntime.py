@@ -11,7 +11,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
-from accel.errors import InvalidModel, MissingExtra, UnsupportedHere
+from accel.errors import InvalidModel, MissingExtra, RunFailed, UnsupportedHere
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _ERROR = 3  # onnxruntime's log severity: nothing below it reaches the terminal
 # Types that numpy knows through ml_dtypes only, and that go in and out as their bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+_FAILURES = (native.Fail, native.InvalidArgument, native.RuntimeException, native.EPFail, native.NotImplemented)
 
 
 class OnnxRuntimeSession(BaseSession):
@@ -41,6 +43,15 @@ class OnnxRuntimeSession(BaseSession):
         self._plain = not set(dtypes) & set(_BY_BITS)
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        try:
+            return self._run_native(feeds)
+        except _FAILURES as error:
+            sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            raise RunFailed(
+                f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {_reason(error)}; check the inputs' values"
+            ) from error
+
+    def _run_native(self, feeds: Feeds) -> dict[str, np.ndarray]:
         if not self._plain:
             return self._run_bound(feeds, "cpu")
         return dict(zip(self.outputs, self.session.run(self.outputs, dict(feeds)), strict=True))
@@ -85,7 +96,7 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
                 f"ONNX Runtime could not start CUDA for {artifact.path}; compare its CUDA version with nvidia-smi's"
             )
 
-    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+    def _run_native(self, feeds: Feeds) -> dict[str, np.ndarray]:
         return self._run_bound(feeds, "cuda")
 
 

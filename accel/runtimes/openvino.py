@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, InvalidModel, MissingExtra, UnknownName, UnsupportedHere
+from accel.errors import InvalidModel, MissingExtra, RunFailed, UnknownName, UnsupportedHere
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
@@ -20,10 +20,6 @@ _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CAPABILITY = {"bf16": "BF16"}
 # Types of numpy that OpenVINO's Python knows only by their bits.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
-
-
-class OpenVinoFailed(AccelError):
-    """OpenVINO could not run inputs that fit the signature."""
 
 
 class OpenVinoSession(BaseSession):
@@ -74,7 +70,7 @@ class OpenVinoSession(BaseSession):
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         if self._core is None:
-            raise OpenVinoFailed(f"the session of {self.artifact.path} is closed; load it again")
+            raise RunFailed(f"the session of {self.artifact.path} is closed; load it again")
         if self._request is None:
             self._load()
         request = self._request
@@ -92,7 +88,7 @@ class OpenVinoSession(BaseSession):
             # In bfloat16 a model that failed once fails at every later run, whatever its inputs: load it again then.
             self._request = self._model = None
             sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            raise OpenVinoFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}") from error
+            raise RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}") from error
         self._held = held
         return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
 

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
-from accel.errors import BadFeeds, InvalidModel, MissingExtra, UnsupportedHere
+from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession
 from accel.signature import Feeds, Signature, TensorSpec
@@ -90,6 +90,21 @@ def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> Non
         ):
             with pytest.raises(BadFeeds):
                 session.run(feeds)
+
+
+def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
+    """Fails if an index beyond the table comes back as an exception of the runtime, which no caller knows."""
+    model = save(
+        tmp_path / "gather.onnx",
+        [helper.make_node("Gather", ["table", "ids"], ["y"])],
+        {"ids": (TensorProto.INT64, ["n"])},
+        {"y": (FLOAT, ["n", 2])},
+        {"table": np.zeros((3, 2), np.float32)},
+    )
+    with open_session(model, "onnxruntime") as session:
+        with pytest.raises(RunFailed, match=r"ids \[1\].*data bounds.*check the inputs' values"):
+            session.run({"ids": np.array([7])})
+        assert session.run({"ids": np.array([2])})["y"].shape == (1, 2)
 
 
 def test_feeds_need_not_be_contiguous(linear: Artifact) -> None:
