@@ -41,7 +41,7 @@ def prepare(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Train one model, take another's weights; export, optimize for this machine, build engines, bench, check the chain."""
+    """Train one model, take another's weights; export, optimize here, build engines, bench, check the chain."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)

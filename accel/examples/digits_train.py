@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from accel.examples import digits
@@ -24,8 +25,7 @@ def model() -> torch.nn.Module:
     class Digits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            widths = (1, 32, 64, 128)
-            pairs = zip(widths, widths[1:], strict=False)
+            pairs = itertools.pairwise((1, 32, 64, 128))
             self.blocks = nn.ModuleList(nn.Conv2d(taken, made, 3, padding=1) for taken, made in pairs)
             self.hidden = nn.Linear(128 * 4, 128)
             self.head = nn.Linear(128, 10)
