@@ -1,0 +1,336 @@
+"""Requests a second and latency of `accel serve` beside its peers, one after the other in one run.
+
+    python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]
+
+VENV has mlserver, litserve and onnxruntime. The load comes from h2load (apt: nghttp2-client), which costs far less than
+a Python client; each server takes its turn in every round. For a quiet machine; only 127.0.0.1 is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc as triton
+
+import accel
+from accel.bench.environment import environment
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+MODELS = """
+import torch
+from torch import nn
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    )
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3))
+
+def image():
+    return Mean()
+"""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One model and the request that is sent to it again and again."""
+
+    name: str
+    spec: str
+    shape: tuple[int, ...]
+    concurrencies: tuple[int, ...]
+    peers: tuple[str, ...]
+    answer_bytes: int
+
+
+SCENARIOS = (
+    Scenario("mlp", "x:float32[batch,1024]", (1, 1024), (1, 8, 32), ("accel", "floor", "mlserver", "litserve"), 40),
+    # 1 x 3 x 224 x 224 floats are 602,112 bytes.
+    Scenario("image", "x:float32[batch,3,224,224]", (1, 3, 224, 224), (8,), ("accel", "floor", "mlserver"), 12),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over the rounds; ``spread`` is (max - min) / median of the requests a second."""
+
+    scenario: str
+    server: str
+    concurrency: int
+    requests_per_second: float
+    spread: float
+    p50_ms: float
+    p99_ms: float
+    failed: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--peers", type=Path, help="venv with mlserver, litserve, onnxruntime; without it accel and the floor"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "models.py").write_text(MODELS)
+        for scenario in SCENARIOS:
+            rows += measure(scenario, folder, options.peers, options.seconds, options.rounds)
+            write(rows, options.peers)
+    print(markdown(rows))
+
+
+def measure(scenario: Scenario, folder: Path, peers: Path | None, seconds: float, rounds: int) -> list[Row]:
+    """Every server of the scenario in turn, ``rounds`` times."""
+    model = folder / "repository" / scenario.name / "1" / "model.onnx"
+    model.parent.mkdir(parents=True)
+    accel.export(f"{folder / 'models.py'}:{scenario.name}", inputs=[scenario.spec], out=model)
+    x = np.random.default_rng(0).standard_normal(scenario.shape).astype(np.float32)
+    bodies = {True: grpc_body(scenario.name, x), False: json.dumps({"x": x.tolist()}).encode()}
+    files = {is_grpc: folder / f"{scenario.name}.{'grpc' if is_grpc else 'json'}" for is_grpc in bodies}
+    for is_grpc, body in bodies.items():
+        files[is_grpc].write_bytes(body)
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    servers = [s for s in scenario.peers if peers or s in ("accel", "floor")]
+    for _ in range(rounds):
+        for server in servers:
+            with STARTERS[server](scenario, folder, peers) as port:
+                if server != "litserve":
+                    first_answer(port, scenario, x)
+                for concurrency in scenario.concurrencies:
+                    grpc = server != "litserve"
+                    found.setdefault((server, concurrency), []).append(
+                        load(port, files[grpc], concurrency, seconds, grpc=grpc)
+                    )
+                if server == "accel":
+                    check(port, scenario, model)
+    return [row(scenario.name, *key, runs) for key, runs in found.items()]
+
+
+def row(scenario: str, server: str, concurrency: int, runs: list[dict[str, float]]) -> Row:
+    rates = [run["rate"] for run in runs]
+    middle = statistics.median(rates)
+    return Row(
+        scenario=scenario,
+        server=server,
+        concurrency=concurrency,
+        requests_per_second=middle,
+        spread=(max(rates) - min(rates)) / middle,
+        p50_ms=statistics.median(run["p50"] for run in runs),
+        p99_ms=statistics.median(run["p99"] for run in runs),
+        failed=int(sum(run["failed"] for run in runs)),
+    )
+
+
+def grpc_body(model: str, x: np.ndarray) -> bytes:
+    """The request as it goes over the wire: one length-prefixed message."""
+    wanted = triton.InferInput("x", list(x.shape), "FP32")
+    wanted.set_data_from_numpy(x)
+    request = triton.service_pb2.ModelInferRequest(model_name=model)
+    request.inputs.add(name="x", datatype="FP32", shape=list(x.shape))
+    request.raw_input_contents.append(x.tobytes())
+    message = request.SerializeToString()
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float = 60.0) -> None:
+    """Wait until the server answers: h2load counts an error in the trailers as an answer."""
+    tensor = triton.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    deadline = time.monotonic() + patience
+    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        while True:
+            try:
+                client.infer(scenario.name, [tensor])
+                return
+            except triton.InferenceServerException:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+
+def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
+    """``concurrency`` connections with one request under way each, for ``seconds`` after a second of warm-up."""
+    log = body.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body), f"--log-file={log}"]
+    words += ["--warm-up-time=1", "-D", str(seconds)]
+    if grpc:
+        words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
+    else:
+        words += ["--h1", "-H", "content-type: application/json", f"http://127.0.0.1:{port}/predict"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    rate = re.search(r"finished in .*?, ([\d.]+) req/s", said)
+    codes = re.search(r"(\d+) failed, (\d+) errored, (\d+) timeout", said)
+    if not rate or not codes:
+        raise RuntimeError(said)
+    if not log.read_text():
+        raise RuntimeError(f"no answer in {seconds} s: {said}")
+    times = sorted(int(line.split("\t")[2]) / 1000 for line in log.read_text().splitlines())
+    return {
+        "rate": float(rate[1]),
+        "failed": float(sum(map(int, codes.groups()))),
+        "p50": times[len(times) // 2],
+        "p99": times[int(len(times) * 0.99)],
+    }
+
+
+def check(port: int, scenario: Scenario, model: Path) -> None:
+    """Each answer belongs to its request: 200 different inputs at once through Triton's own client."""
+    rng = np.random.default_rng(1)
+    inputs = [
+        rng.standard_normal(scenario.shape).astype(np.float32) for _ in range(200 if scenario.name == "mlp" else 16)
+    ]
+    with accel.load(model) as session, triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        waiting = []
+        for x in inputs:
+            tensor = triton.InferInput("x", list(x.shape), "FP32")
+            tensor.set_data_from_numpy(x)
+            waiting.append(client.async_infer(scenario.name, [tensor]))
+        for x, future in zip(inputs, waiting, strict=True):
+            answer = future.get_result()
+            (wanted,) = session.run({"x": x}).values()
+            np.testing.assert_allclose(
+                answer.as_numpy(answer.get_response().outputs[0].name), wanted, rtol=1e-4, atol=1e-5
+            )
+
+
+@contextlib.contextmanager
+def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str, str] | None = None) -> Iterator[int]:
+    """The server until the block ends; it and its children are ended as a group."""
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    process = subprocess.Popen(
+        words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                log.seek(0)
+                raise RuntimeError(f"{words[0]} did not start: {log.read()[-2000:].decode()}")
+            time.sleep(0.1)
+        time.sleep(2)  # the second process of those that have one
+        yield port
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_accel(scenario: Scenario, folder: Path, _peers: Path | None) -> contextlib.AbstractContextManager[int]:
+    port = free_port()
+    config = folder / "repository" / scenario.name / "config.pbtxt"
+    config.write_text(f'name: "{scenario.name}"\nmax_batch_size: 32\ndynamic_batching {{}}\n')
+    words = [sys.executable, "-m", "accel", "serve", str(folder / "repository"), "--processes", "2"]
+    return running([*words, "--grpc-port", str(port), "--http-port", str(free_port())], port)
+
+
+def start_floor(scenario: Scenario, _folder: Path, _peers: Path | None) -> contextlib.AbstractContextManager[int]:
+    port = free_port()
+    words = [sys.executable, str(HERE / "serve_peers" / "floor.py"), str(port), str(scenario.answer_bytes)]
+    return running(words, port)
+
+
+def start_mlserver(scenario: Scenario, folder: Path, peers: Path | None) -> contextlib.AbstractContextManager[int]:
+    assert peers
+    port = free_port()
+    home = folder / f"mlserver-{scenario.name}"
+    home.mkdir(exist_ok=True)
+    model = folder / "repository" / scenario.name / "1" / "model.onnx"
+    settings = {"debug": False, "grpc_port": port, "http_port": free_port(), "metrics_port": free_port()}
+    settings |= {"parallel_workers": 2, "grpc_max_message_length": 1 << 28}
+    (home / "settings.json").write_text(json.dumps(settings))
+    body = {"name": scenario.name, "implementation": "mlserver_model.OnnxModel", "parameters": {"uri": str(model)}}
+    (home / "model-settings.json").write_text(json.dumps(body))
+    env = {"PYTHONPATH": str(HERE / "serve_peers")}
+    return running([str(peers / "bin" / "mlserver"), "start", "."], port, cwd=home, env=env)
+
+
+def start_litserve(scenario: Scenario, folder: Path, peers: Path | None) -> contextlib.AbstractContextManager[int]:
+    assert peers
+    port = free_port()
+    model = folder / "repository" / scenario.name / "1" / "model.onnx"
+    words = [str(peers / "bin" / "python"), str(HERE / "serve_peers" / "litserve_app.py"), str(port), str(model)]
+    return running(words, port)
+
+
+STARTERS: dict[str, Callable[[Scenario, Path, Path | None], contextlib.AbstractContextManager[int]]] = {
+    "accel": start_accel,
+    "floor": start_floor,
+    "mlserver": start_mlserver,
+    "litserve": start_litserve,
+}
+
+
+def write(rows: list[Row], peers: Path | None) -> None:
+    body = {"environment": environment(2), "peers": versions(peers), "rows": [asdict(row) for row in rows]}
+    (RESULTS / "serve_load.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "serve_load.md").write_text(markdown(rows), encoding="utf-8")
+
+
+def versions(peers: Path | None) -> dict[str, str]:
+    if peers is None:
+        return {}
+    said = subprocess.run(
+        [str(peers / "bin" / "python"), "-m", "pip", "list", "--format", "json"], capture_output=True, check=True
+    )
+    return {p["name"]: p["version"] for p in json.loads(said.stdout) if p["name"] in ("mlserver", "litserve", "grpcio")}
+
+
+def markdown(rows: list[Row]) -> str:
+    lines = [
+        "# accel serve beside its peers",
+        "",
+        "Made by `python benchmarks/serve_load.py`. Two cores; the load generator (h2load) is on them as well. `floor`",
+        "is a bare grpcio server in two processes that parses the request and answers without a model. LitServe takes",
+        "JSON.",
+        "",
+        "| scenario | server | concurrency | requests/s | spread | p50 ms | p99 ms | failed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r.scenario} | {r.server} | {r.concurrency} | {r.requests_per_second:,.0f} | {100 * r.spread:.0f}% "
+            f"| {r.p50_ms:.2f} | {r.p99_ms:.2f} | {r.failed} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""LitServe around the same ONNX file: python litserve_app.py PORT MODEL. The body is LitServe's usual JSON."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import litserve
+import numpy as np
+import onnxruntime
+
+
+class OnnxApi(litserve.LitAPI):
+    def setup(self, device: str) -> None:  # noqa: ARG002
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.session = onnxruntime.InferenceSession(sys.argv[2], options, providers=["CPUExecutionProvider"])
+        self.input = self.session.get_inputs()[0]
+
+    def decode_request(self, request, **_: Any) -> np.ndarray:
+        return np.asarray(request["x"], np.float32)
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        return self.session.run(None, {self.input.name: x})[0]
+
+    def encode_response(self, output: np.ndarray) -> dict[str, Any]:
+        return {"y": output.tolist()}
+
+
+if __name__ == "__main__":
+    server = litserve.LitServer(OnnxApi(), accelerator="cpu", workers_per_device=2)
+    server.run(host="127.0.0.1", port=int(sys.argv[1]), generate_client_file=False, log_level="warning")
