@@ -125,7 +125,7 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
     _restore_header(read_proto(src.path), made)
     notes |= _counts(made)
     if not notes["quantized_weights"]:
-        raise QuantizeFailed(f"nothing in {src.path} could be quantized for {config.form}; use fp32 or fp16 instead")
+        raise QuantizeFailed(f"nothing in the model could be quantized for {config.form}; use fp32 or fp16 instead")
     try:
         return onnx_artifact(src, made, out, notes)
     except StageFailed as error:

@@ -21,6 +21,7 @@ from accel.sources import MAIN_FILES, REPORT, open_source
 from accel.stage import run_stage, versions
 from accel.verify.data import Dataset
 from accel.verify.gates import OutputGate, gate_runtime
+from accel.verify.runs import check_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -190,6 +191,8 @@ def _as_onnx(
         return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), gates=gates, cache=cache)
     if src.kind != "onnx":
         raise UsageError(f"{src.path} is {src.kind} already; give the ONNX file or the source that it was made from")
+    if not src.history:
+        check_runs(src)
     return src
 
 

@@ -113,7 +113,9 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> Any:
         say = Output(as_json=as_json, quiet=quiet)
-        with say.progress():
+        # What a user's factory or metric prints is not part of the one object on stdout.
+        aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+        with aside, say.progress():
             return function(*args, say=say, **kwargs)
 
     return wrapped
@@ -125,13 +127,14 @@ class Output:
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
+        self._stdout = sys.stdout
         self._bar: Any = None
 
     def result(self, body: Any, human: Callable[[], Any]) -> None:
         """``body`` as one JSON object with ``--json``; else what ``human`` makes (text, or something rich prints)."""
         self._stop_bar()
         if self.as_json:
-            click.echo(json.dumps(body, allow_nan=False))
+            click.echo(json.dumps(body, allow_nan=False), file=self._stdout)
             return
         made = human()
         if isinstance(made, str):

@@ -18,7 +18,7 @@ from accel.signature import Feeds, numpy_dtype
 if TYPE_CHECKING:
     import numpy as np
 
-_ERROR = 3  # onnxruntime's log severity: nothing below it reaches the terminal
+_FATAL = 4  # onnxruntime's log severity: what it says of an error is in the exception, too
 # Types that numpy knows through ml_dtypes only, and that go in and out as their bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -102,7 +102,7 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = _ERROR
+    settings.log_severity_level = _FATAL
     settings.intra_op_num_threads = options.threads
     settings.inter_op_num_threads = 1
     settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL

@@ -38,8 +38,9 @@ def open_source(
     weights: Path | None = None,
     dims: Dims | None = None,
 ) -> Artifact:
-    """Whatever the user named, as an artifact: an artifact file or the folder it is in, an ONNX file from anywhere,
-    or a PyTorch source (see ``torch_source.open_torch``).
+    """Whatever the user named, as an artifact: an artifact file or the folder it is in, an ONNX file from anywhere
+    (``inputs`` then says no more than which integers an input takes and which dims have one size), or a PyTorch source
+    (see ``torch_source.open_torch``).
 
     Raises ``BadSource`` (and ``InvalidModel``) where it can't be found, read or understood.
     """
@@ -52,12 +53,15 @@ def open_source(
     if path.is_dir():
         path = main_file(path) or path
     if path.suffix in KINDS:
-        if inputs or weights:
-            raise UsageError(f"{path} has its own inputs and weights; leave out --input and --weights")
+        if weights:
+            raise UsageError(f"{path} has its own weights; leave out --weights")
         if KINDS[path.suffix] == "onnx":
+            from accel.sources.declare import parse_inputs
             from accel.sources.onnx_file import open_onnx
 
-            return open_onnx(path, dims=ranges)
+            return open_onnx(path, dims=ranges, inputs=parse_inputs(inputs or ()))
+        if inputs:
+            raise UsageError(f"{path} has its own inputs; leave out --input")
         if not path.is_file():
             raise BadSource(f"{path} does not exist; check the path")
         return Artifact.open(path)

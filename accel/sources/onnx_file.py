@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,12 +152,18 @@ def _floats(model: onnx.ModelProto) -> list[str]:
 
 
 def open_onnx(
-    path: Path, *, dims: Mapping[str, DimRange] | None = None, cache: StageCache | None = None, probe: bool = True
+    path: Path,
+    *,
+    dims: Mapping[str, DimRange] | None = None,
+    inputs: Sequence[TensorSpec] = (),
+    cache: StageCache | None = None,
+    probe: bool = True,
 ) -> Artifact:
     """An ONNX file from anywhere as an artifact. With a sidecar whose hashes hold, its history comes along.
 
-    ``dims`` replaces ranges of dynamic dims. A file without a sidecar is opened by the checker and by ONNX Runtime in a
-    child process first (once for each content): a hostile file can end that process, not this one.
+    ``dims`` replaces ranges of dynamic dims; ``inputs`` adds what a file can't say of them: the values that an integer
+    takes, and a size where the file leaves one open. A file without a sidecar is opened by the checker and by ONNX
+    Runtime in a child process first (once for each content): a hostile file can end that process, not this one.
     """
     signature, properties = describe(path)
     files = (path, *(path.with_name(name) for name in external_files(read_proto(path))))
@@ -185,6 +191,8 @@ def open_onnx(
             _probe(path, artifact.digest, cache or StageCache())
         source = {"kind": "onnx", "spec": str(path), "files": [_file_entry(f, hashes[f.name]) for f in files]}
         artifact = replace(artifact, source=source)
+    if inputs:
+        artifact = replace(artifact, signature=_declared(artifact.signature, inputs))
     if dims:
         artifact = replace(artifact, signature=_with_ranges(artifact.signature, dims))
     return artifact
@@ -192,6 +200,26 @@ def open_onnx(
 
 def _file_entry(path: Path, sha256: str) -> dict[str, str]:
     return {"path": str(path.absolute()), "sha256": sha256}
+
+
+def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
+    """``signature`` with the values and the sizes that ``inputs`` give; names, dtypes and ranks are the file's."""
+    given = {spec.name: spec for spec in inputs}
+    if strange := [name for name in given if name not in {spec.name for spec in signature.inputs}]:
+        raise BadInputSpec(f"the model has no input {strange[0]!r}; it takes {signature.describe_inputs()}")
+    dims: dict[str, DimRange] = {}
+    specs = []
+    for own in signature.inputs:
+        said = given.get(own.name, own)
+        fits = (said.dtype, len(said.shape)) == (own.dtype, len(own.shape))
+        for mine, theirs in zip(own.shape, said.shape, strict=False):
+            fits = fits and (mine == theirs or isinstance(mine, str))
+            if isinstance(mine, str) and isinstance(theirs, int):
+                fits = fits and dims.setdefault(mine, DimRange(theirs, theirs, theirs)).opt == theirs
+        if not fits:
+            raise BadInputSpec(f"--input {said} doesn't fit the model, which takes {own}")
+        specs.append(replace(own, values=said.values or own.values))
+    return replace(signature, inputs=tuple(specs)).with_dims(dims)
 
 
 def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signature:

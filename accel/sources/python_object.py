@@ -52,6 +52,11 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str, spec: str) -> ModuleType:
+    if Path(spec).is_file():
+        raise BadSource(
+            f"{spec} is a file of a kind that accel doesn't know by its ending; rename it to .onnx, .pt2, .pt "
+            "(TorchScript) or .py, whichever it is"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -135,7 +135,7 @@ def _find(spec: str, weights: Path | None) -> Found:
         return open_folder(path)
     if path.suffix == ".pt2":
         return _from_exported_program(path)
-    if path.suffix in (".pt", ".pth", ".ts", ".torchscript", ".bin", ".safetensors", ".ckpt"):
+    if path.suffix in (".pt", ".pth", ".ts", ".jit", ".torchscript", ".bin", ".safetensors", ".ckpt"):
         return _from_torchscript(path)
     return _from_factory(spec, weights)
 

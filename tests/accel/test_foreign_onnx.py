@@ -1,0 +1,92 @@
+"""ONNX files that say too little of what they take, and other things that users have: it works, or one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import accel
+from accel.errors import BadInputSpec, BadSource
+
+
+@pytest.fixture
+def choosy(tmp_path: Path) -> Path:
+    """Takes windows of 20 samples or more (its convolution is that wide) and a rate that indexes a table of 3 rows."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
+        helper.make_node("ReduceMean", ["c", "axes"], ["m"], name="mean", keepdims=0),
+        helper.make_node("Gather", ["table", "rate"], ["r"], name="rate"),
+        helper.make_node("Add", ["m", "r"], ["y"], name="sum"),
+    ]
+    table = np.arange(12, dtype=np.float32).reshape(3, 4)
+    weights = {"w": np.ones((4, 1, 20), np.float32), "axes": np.array([2]), "table": table}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1, "samples"]),
+            helper.make_tensor_value_info("rate", TensorProto.INT64, []),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    path = tmp_path / "choosy.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path: Path) -> None:
+    """Fails if sizes that nobody declared end in a candidate's row, or in the runtime's own words alone."""
+    with pytest.raises(BadInputSpec, match=r"choosy.onnx fails at .*samples.*--dim NAME=MIN:OPT:MAX"):
+        accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out")
+
+
+def test_declared_sizes_and_values_are_used(choosy: Path, tmp_path: Path) -> None:
+    """Fails if --input's values don't reach the inputs that gates and benchmarks make: rate 2 is the only one."""
+    result = accel.optimize(
+        choosy,
+        target="ort-cpu",
+        out=tmp_path / "out",
+        inputs=["rate:int64[]{2..2}", "x:float32[batch,1,32]"],
+        rounds=5,
+    )
+    signature = result.artifact.signature
+    assert signature.example_inputs()["rate"] == 2
+    assert (signature.dims["samples"].min, signature.dims["samples"].max) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("speed:int64[]", "has no input 'speed'"),
+        ("rate:int32[]", "doesn't fit the model"),
+        ("x:float32[batch,3,samples]", "doesn't fit the model"),
+        ("x:float32[batch,1]", "doesn't fit the model"),
+    ],
+)
+def test_what_contradicts_the_file_is_refused(given: str, words: str, choosy: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInputSpec, match=words):
+        accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out", inputs=[given])
+
+
+def test_a_factory_that_prints_does_not_break_json(cli: Any, my_model: Path, tmp_path: Path) -> None:
+    """Fails if what the user's code prints is part of stdout: the one JSON object could not be read."""
+    my_model.write_text(my_model.read_text().replace("def make():", "def make():\n    print('loading weights')"))
+    ran = cli("export", f"{my_model}:make", "--input", "x:float32[batch,3,8,8]", "-o", tmp_path / "m.onnx", "--json")
+    assert ran.code == 0
+    assert json.loads(ran.stdout)["path"].endswith("m.onnx")
+    assert "loading weights" in ran.stderr
+
+
+def test_a_file_of_an_unknown_ending(tmp_path: Path) -> None:
+    """Fails if a file that is there is said to be none."""
+    path = tmp_path / "weights.model"
+    path.write_bytes(b"PK")
+    with pytest.raises(BadSource, match="doesn't know by its ending"):
+        accel.export(path, out=tmp_path / "m.onnx")
