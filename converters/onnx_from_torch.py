@@ -7,7 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,17 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
         for left in out.parent.glob(f"{out.name}*"):
             left.unlink()
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
-    raise ExportFailed(f"no exporter gave a right model of {src.source.get('spec', src.path)} ({reasons})")
+    spec = src.source.get("spec", src.path)
+    raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){_advice(src)}")
+
+
+def _advice(src: Artifact) -> str:
+    """What often helps: code that computes with sizes as numbers can be traced for one size only."""
+    if not src.signature.dims:
+        return ""
+    sizes = src.signature.sizes()
+    fixed = " ".join(f"--input '{replace(spec, shape=spec.resolve(sizes))}'" for spec in src.signature.inputs)
+    return f"; try one size instead of a dynamic one: {fixed}"
 
 
 def _first_line(error: Exception) -> str:

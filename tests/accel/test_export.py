@@ -96,6 +96,7 @@ def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:
     assert "no exporter gave a right model" in ran.stderr
     assert "dynamo:" in ran.stderr
     assert "legacy:" in ran.stderr
+    assert "try one size instead of a dynamic one: --input '" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert list(tmp_path.glob("odd.onnx*")) == []
 
