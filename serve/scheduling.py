@@ -49,7 +49,8 @@ class Scheduling:
     several callers may be run together. ``preferred``: batch sizes to wait for. ``max_delay_us``: how long the oldest
     may wait for company. ``allowed``: batch sizes that the model takes at all (an engine's profiles), None for every.
     ``queue_rows``/``queue_bytes``: what may wait in all, over every priority. ``response_cache``: equal requests are
-    answered from the cache of the server.
+    answered from the cache of the server. ``eager``: a request that finds an instance idle and the queue empty is run
+    at once, whatever ``max_delay_us`` and ``preferred`` say; False waits for company even then, as Triton does.
     """
 
     max_batch_size: int = 0
@@ -70,3 +71,4 @@ class Scheduling:
     sequence: SequenceBatching | None = None
     decoupled: bool = False
     response_cache: bool = False
+    eager: bool = True

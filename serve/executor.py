@@ -1,0 +1,97 @@
+"""From a model's signature and scheduling to the executor that runs its requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from accel.errors import BadConfig
+from accel.serve.batcher import Batching, RowBatching
+from accel.serve.inference import Executor
+from accel.serve.instances import QueuedExecutor
+from accel.serve.scheduling import QueuePolicy, Scheduling
+
+if TYPE_CHECKING:
+    from accel.runtimes.base import Session
+    from accel.signature import Signature
+
+_MOST_LEVELS = 1 << 16
+
+
+def make_executor(
+    signature: Signature,
+    scheduling: Scheduling,
+    open_session: Callable[[], Session],
+    *,
+    name: str,
+    version: str,
+    clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+    start: bool = True,
+) -> Executor:
+    """Open ``scheduling.instances`` sessions and put the queue, the batching and what else is asked for before them.
+
+    ``clock``: seconds, what every decision is made by; ``wall``: seconds since 1970, for ``last_inference_ms``.
+    ``start`` False starts no thread, see ``QueuedExecutor``. Raises ``BadConfig`` where the scheduling contradicts
+    itself or the model, and whatever ``open_session`` raises; nothing stays open then.
+    """
+    check_scheduling(signature, scheduling, name=name)
+    batching: Batching = RowBatching(signature, scheduling, name=name)
+    sessions: list[Session] = []
+    try:
+        for _ in range(scheduling.instances):
+            sessions.append(open_session())
+    except BaseException:
+        for session in sessions:
+            session.close()
+        raise
+    return QueuedExecutor(
+        sessions, batching, scheduling, name=name, version=version, clock=clock, wall=wall, start=start
+    )
+
+
+def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str) -> None:
+    """Raise ``BadConfig`` where the options contradict one another or the model."""
+
+    def refuse(what: str) -> BadConfig:
+        return BadConfig(f"model '{name}': {what}")
+
+    for field in ("max_batch_size", "max_delay_us", "priority_levels", "queue_rows", "queue_bytes"):
+        if getattr(scheduling, field) < 0:
+            raise refuse(f"{field} is negative; 0 leaves it out")
+    if scheduling.instances < 1:
+        raise refuse("there has to be at least one instance")
+    if scheduling.dynamic and scheduling.max_batch_size < 1:
+        raise refuse("dynamic batching needs a max_batch_size of at least 1")
+    for size in scheduling.preferred:
+        if not 1 <= size <= scheduling.max_batch_size:
+            raise refuse(f"preferred batch size {size} is not between 1 and max_batch_size {scheduling.max_batch_size}")
+    if scheduling.allowed is not None and scheduling.max_batch_size > 0:
+        if not any(1 <= size <= scheduling.max_batch_size for size in scheduling.allowed):
+            raise refuse(f"none of the allowed batch sizes {scheduling.allowed} is within max_batch_size")
+        if any(size < 1 for size in scheduling.allowed):
+            raise refuse(f"an allowed batch size of {scheduling.allowed} is below 1")
+    levels = scheduling.priority_levels
+    if levels > _MOST_LEVELS:
+        raise refuse(f"{levels} priority levels are more than {_MOST_LEVELS}")
+    if levels and not 1 <= scheduling.default_priority <= levels:
+        raise refuse(f"default priority {scheduling.default_priority} is not one of the levels 1 to {levels}")
+    if levels > 1 and scheduling.preserve_ordering:
+        raise refuse("preserve_ordering and several priority levels contradict each other; choose one")
+    for level, policy in scheduling.policies.items():
+        if not 1 <= level <= levels:
+            raise refuse(f"there is a queue policy for level {level}, but the levels are 1 to {levels}")
+        _check_policy(policy, refuse)
+    _check_policy(scheduling.default_policy, refuse)
+    if scheduling.max_batch_size:
+        for spec in signature.inputs:
+            if not spec.shape:
+                raise refuse(f"input '{spec.name}' has no dims, so max_batch_size has to be 0")
+
+
+def _check_policy(policy: QueuePolicy, refuse: Callable[[str], BadConfig]) -> None:
+    if policy.timeout_action not in ("reject", "delay"):
+        raise refuse(f"timeout action '{policy.timeout_action}' is neither reject nor delay")
+    if policy.max_queue_size < 0 or policy.timeout_us < 0:
+        raise refuse("a queue policy has a negative bound; 0 is none")
