@@ -1,9 +1,9 @@
 """The instances of a model: several sessions, the threads that run them, and the callers' own threads.
 
-Every decision is ``RequestQueue``'s and ``Batching``'s and depends on the queue and the time alone; here is who carries
-it out. A caller that finds the queue empty and an instance idle runs its request itself: handing it to a thread and back
-costs more than a small model takes. While instances are busy requests gather, and an instance's thread takes a batch of
-them. ``_lock`` guards everything; no session is run and no answer given while it is held.
+Every decision is ``RequestQueue``'s and ``Batching``'s and depends on the queue and the time alone; here is who
+carries it out. A caller that finds the queue empty and an instance idle runs its request itself: handing it to a thread
+and back costs more than a small model takes. While instances are busy requests gather, and an instance's thread takes a
+batch of them. ``_lock`` guards everything; no session is run and no answer given while it is held.
 """
 
 from __future__ import annotations
@@ -334,13 +334,12 @@ class QueuedExecutor:
             self._delivering = True
         while True:
             with self._lock:
-                entry = in_order[0] if in_order else None
-                result = entry.result if entry is not None else None
-                if entry is None or result is None:
+                first = in_order[0] if in_order else None
+                if first is None or first.result is None:
                     self._delivering = False
                     return
                 in_order.popleft()
-            self._answer(entry, result)
+            self._answer(first, first.result)
             self._delivered(1)
 
     def _answer(self, entry: Entry, result: Result) -> None:

@@ -39,10 +39,11 @@ def test_requests_gather_while_the_instance_is_busy() -> None:
 
     session.during = during
     Caller(executor, request(1)).check_rows()
+    callers.append(Caller(executor, request(7)))  # the instance is idle, but others wait: no overtaking
     assert not executor.poll()
     clock.now += 0.001
     run_all(executor)
-    assert session.sizes == [1, 5]
+    assert session.sizes == [1, 6]
     for caller in callers:
         caller.check_rows()
 
@@ -75,7 +76,7 @@ def test_a_limit_of_its_own_is_not_waited_away() -> None:
 
 
 def test_preferred_sizes() -> None:
-    """Fails if a preferred size that is reached is waited with, or passed over for a larger one that is not preferred."""
+    """Fails if a preferred size that is reached is waited with, or a larger one that isn't is taken instead."""
     executor, session, clock = by_hand(waiting(preferred=(2, 4)))
     for i in range(7):
         Caller(executor, request(i))
@@ -183,6 +184,7 @@ def test_an_expired_request_never_runs() -> None:
     run_all(executor)
     assert [caller.code for caller in callers] == ["DEADLINE_EXCEEDED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "OK"]
     assert str(callers[1].answer) == "Request timeout expired"
+    assert callers[2].refused is not None, "late already when it came: nothing to wait for"
     assert session.sizes == [1, 1]
     callers[3].check_rows()
 
@@ -210,6 +212,7 @@ def test_cancelling_the_kth_of_n_runs_the_others(k: int) -> None:
     callers = [Caller(executor, request(i)) for i in range(5)]
     callers[k].ticket.cancel()
     assert callers[k].code == "CANCELLED"
+    assert executor.statistics().queue_depth == 4
     clock.now += 0.001
     run_all(executor)
     assert session.sizes == [4]
@@ -260,6 +263,21 @@ def test_one_poisonous_row_fails_alone(k: int) -> None:
     assert sum(size * row[1].count for size, row in found.batches.items()) == 6
 
 
+def test_cancelling_in_a_batch_that_fails() -> None:
+    """Fails if a request that was cancelled while its batch ran is run again with its half."""
+    executor, session, clock = by_hand(waiting())
+    callers = [Caller(executor, request(value)) for value in (POISON, 1, 2, 3)]
+
+    def during() -> None:
+        callers[3].ticket.cancel()
+
+    session.during = during
+    clock.now += 0.001
+    run_all(executor)
+    assert session.sizes == [4, 2, 1, 1, 1]
+    assert [caller.code for caller in callers] == ["INTERNAL", "OK", "OK", "CANCELLED"]
+
+
 def test_outputs_that_cannot_be_told_apart() -> None:
     """A model that gives one row for the whole batch. Fails if a caller gets all rows, or rows of another one."""
 
@@ -280,7 +298,7 @@ def test_outputs_that_cannot_be_told_apart() -> None:
 
 def test_priorities_and_their_bounds() -> None:
     """Fails if an urgent request waits behind others, or if the bound doesn't answer at once."""
-    executor, session, clock = by_hand(
+    executor, session, _ = by_hand(
         Scheduling(
             max_batch_size=1,
             eager=False,
@@ -337,6 +355,23 @@ def test_answers_in_order() -> None:
     session.during = during
     run_all(executor)
     assert order == ["0", "1", "2"]
+
+
+def test_answers_in_order_wait_for_the_one_before() -> None:
+    """Fails if the second answer is given while the first caller is still taking its own."""
+    executor, _, _ = by_hand(Scheduling(max_batch_size=1, preserve_ordering=True, eager=False))
+    seen: list[str] = []
+
+    def first(answer: object) -> None:
+        seen.append("first begins")
+        assert executor.poll()
+        seen.append("first ends")
+
+    executor.submit(request(1), first)
+    executor.submit(request(2), lambda _: seen.append("second"))
+    run_all(executor)
+    assert seen == ["first begins", "first ends", "second"]
+    executor.close(0.0)
 
 
 def test_close_answers_what_was_taken() -> None:

@@ -169,7 +169,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 9))
 def test_who_fails_does_not_depend_on_company(rows: list[int], bad: set[int], limit: int) -> None:
     """Batched or alone, the same requests fail. Fails if bisecting gives up early or blames a neighbour."""
-    executor, _, clock = by_hand(Scheduling(max_batch_size=max(limit, 4), dynamic=True, eager=False))
+    executor, _, _ = by_hand(Scheduling(max_batch_size=max(limit, 4), dynamic=True, eager=False))
     callers = []
     for i, n in enumerate(rows):
         asked = request(i, n)

@@ -53,7 +53,7 @@ def test_bounds(scheduling: Scheduling, fits: int) -> None:
     for one in taken:
         queue.put(one)
     if fits < 50:
-        with pytest.raises(ServeError, match="^Exceeds maximum queue size$") as caught:
+        with pytest.raises(ServeError, match=r"^Exceeds maximum queue size$") as caught:
             queue.put(entry(99, rows=2))
         assert caught.value.code.name == "UNAVAILABLE"
         queue.remove(taken[0])

@@ -113,6 +113,24 @@ def test_a_delay_ends_by_itself() -> None:
     executor.close(PATIENCE)
 
 
+def test_closing_ends_a_delay() -> None:
+    """Fails if what waits for company is still waited with when no company can come."""
+    looked: list[threading.Thread] = []
+
+    def clock() -> float:
+        looked.append(threading.current_thread())
+        return time.monotonic()
+
+    scheduling = Scheduling(max_batch_size=4, dynamic=True, max_delay_us=10**9, eager=False)
+    executor = make_executor(SIGNATURE, scheduling, FakeSession, name="m", version="1", clock=clock)
+    caller = Caller(executor, request(1))
+    until = time.monotonic() + PATIENCE
+    while threading.current_thread() in looked[-1:] and time.monotonic() < until:
+        time.sleep(0)  # until the instance's thread has looked at the time, and waits with the request
+    executor.close(5.0)
+    caller.check_rows()
+
+
 def test_time_runs_out_while_all_instances_hang() -> None:
     """Fails if a queue timeout or a deadline is only noticed by an instance that comes back."""
     gate = Gate()
