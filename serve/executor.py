@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from accel.errors import BadConfig
 from accel.serve.batcher import Batching, RowBatching
+from accel.serve.cost_table import CostTable, grid, measure_costs
 from accel.serve.inference import Executor
 from accel.serve.instances import QueuedExecutor
+from accel.serve.lengths import LengthBatchingRows, check_lengths
 from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.signature import BATCH
 
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
@@ -29,19 +32,22 @@ def make_executor(
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
     start: bool = True,
+    costs: CostTable | None = None,
 ) -> Executor:
     """Open ``scheduling.instances`` sessions and put the queue, the batching and what else is asked for before them.
 
     ``clock``: seconds, what every decision is made by; ``wall``: seconds since 1970, for ``last_inference_ms``.
-    ``start`` False starts no thread, see ``QueuedExecutor``. Raises ``BadConfig`` where the scheduling contradicts
-    itself or the model, and whatever ``open_session`` raises; nothing stays open then.
+    ``start`` False starts no thread, see ``QueuedExecutor``. ``costs``: what runs of which size and length cost, for
+    batching by length; without it that is measured on the first session, which takes about two seconds. Raises
+    ``BadConfig`` where the scheduling contradicts itself or the model, and whatever ``open_session`` raises; nothing
+    stays open then.
     """
     check_scheduling(signature, scheduling, name=name)
-    batching: Batching = RowBatching(signature, scheduling, name=name)
     sessions: list[Session] = []
     try:
         for _ in range(scheduling.instances):
             sessions.append(open_session())
+        batching = _batching(signature, scheduling, sessions[0], costs, name=name)
     except BaseException:
         for session in sessions:
             session.close()
@@ -49,6 +55,26 @@ def make_executor(
     return QueuedExecutor(
         sessions, batching, scheduling, name=name, version=version, clock=clock, wall=wall, start=start
     )
+
+
+def _batching(
+    signature: Signature, scheduling: Scheduling, session: Session, costs: CostTable | None, *, name: str
+) -> Batching:
+    rows = RowBatching(signature, scheduling, name=name)
+    lengths = scheduling.lengths
+    if lengths is None:
+        return rows
+    if costs is None:
+        dims = signature.dims[lengths.dim]
+        batch = signature.batch_dim or BATCH
+        costs = measure_costs(
+            session,
+            dim=lengths.dim,
+            batch=batch,
+            sizes=rows.sizes or grid(1, rows.limit),
+            lengths=grid(dims.min, dims.max),
+        )
+    return LengthBatchingRows(signature, scheduling, lengths, name=name, costs=costs)
 
 
 def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str) -> None:
@@ -84,6 +110,8 @@ def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str)
             raise refuse(f"there is a queue policy for level {level}, but the levels are 1 to {levels}")
         _check_policy(policy, refuse)
     _check_policy(scheduling.default_policy, refuse)
+    if scheduling.lengths is not None:
+        check_lengths(signature, scheduling, scheduling.lengths, name=name)
     if scheduling.max_batch_size:
         for spec in signature.inputs:
             if not spec.shape:
