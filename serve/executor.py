@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accel.errors import BadConfig
 from accel.serve.batcher import Batching, RowBatching
 from accel.serve.cost_table import CostTable, grid, measure_costs
+from accel.serve.decoupled import DecoupledExecutor, StreamingSession
 from accel.serve.inference import Executor
 from accel.serve.instances import QueuedExecutor
 from accel.serve.lengths import LengthBatchingRows, check_lengths
+from accel.serve.response_cache import CachingExecutor, ResponseCache
 from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.serve.sequence import SequenceExecutor, check_sequence
 from accel.signature import BATCH
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from accel.signature import Signature
 
 _MOST_LEVELS = 1 << 16
+OWN_CACHE_BYTES = 64 << 20
 
 
 def make_executor(
@@ -33,28 +38,41 @@ def make_executor(
     wall: Callable[[], float] = time.time,
     start: bool = True,
     costs: CostTable | None = None,
+    cache: ResponseCache | None = None,
 ) -> Executor:
     """Open ``scheduling.instances`` sessions and put the queue, the batching and what else is asked for before them.
 
     ``clock``: seconds, what every decision is made by; ``wall``: seconds since 1970, for ``last_inference_ms``.
     ``start`` False starts no thread, see ``QueuedExecutor``. ``costs``: what runs of which size and length cost, for
-    batching by length; without it that is measured on the first session, which takes about two seconds. Raises
-    ``BadConfig`` where the scheduling contradicts itself or the model, and whatever ``open_session`` raises; nothing
-    stays open then.
+    batching by length; without it that is measured on the first session, which takes about two seconds. ``cache``:
+    the server's, for a model that asks for one; without it the model gets one of its own. Raises ``BadConfig`` where
+    the scheduling contradicts itself or the model, and whatever ``open_session`` raises; nothing stays open then.
     """
     check_scheduling(signature, scheduling, name=name)
+    if scheduling.decoupled:
+        # Streams run one by one, and long: on the instances' own threads, so that the caller can still cancel.
+        scheduling = replace(scheduling, dynamic=False, eager=False)
     sessions: list[Session] = []
     try:
         for _ in range(scheduling.instances):
             sessions.append(open_session())
+        if scheduling.decoupled and not isinstance(sessions[0], StreamingSession):
+            raise BadConfig(f"model '{name}' is said to be decoupled, but its session has no stream(feeds)")
         batching = _batching(signature, scheduling, sessions[0], costs, name=name)
     except BaseException:
         for session in sessions:
             session.close()
         raise
-    return QueuedExecutor(
-        sessions, batching, scheduling, name=name, version=version, clock=clock, wall=wall, start=start
-    )
+    kind = DecoupledExecutor if scheduling.decoupled else QueuedExecutor
+    queued = kind(sessions, batching, scheduling, name=name, version=version, clock=clock, wall=wall, start=start)
+    if scheduling.sequence is not None:
+        return SequenceExecutor(
+            queued, signature, scheduling, scheduling.sequence, name=name, version=version, clock=clock
+        )
+    if scheduling.response_cache:
+        kept = ResponseCache(OWN_CACHE_BYTES) if cache is None else cache  # an empty one is false
+        return CachingExecutor(queued, kept, name=name, version=version, clock=clock)
+    return queued
 
 
 def _batching(
@@ -110,6 +128,14 @@ def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str)
             raise refuse(f"there is a queue policy for level {level}, but the levels are 1 to {levels}")
         _check_policy(policy, refuse)
     _check_policy(scheduling.default_policy, refuse)
+    if scheduling.sequence is not None:
+        check_sequence(signature, scheduling.sequence, name=name)
+    for other in ("sequence", "response_cache", "preserve_ordering", "lengths"):
+        if scheduling.decoupled and getattr(scheduling, other):
+            raise refuse(f"a decoupled model can't have {other} too")
+    for other in ("response_cache", "preserve_ordering", "lengths"):
+        if scheduling.sequence is not None and getattr(scheduling, other):
+            raise refuse(f"a model with sequences can't have {other} too")
     if scheduling.lengths is not None:
         check_lengths(signature, scheduling, scheduling.lengths, name=name)
     if scheduling.max_batch_size:

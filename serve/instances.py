@@ -86,7 +86,7 @@ class QueuedExecutor:
         self._delivering = False
         self._closing = False
         self._closed = False
-        self._threaded = start
+        self.threaded = start
         self._timed = False
         if start:
             for number in range(len(sessions)):
@@ -99,12 +99,15 @@ class QueuedExecutor:
 
     # Taking requests
 
-    def submit(self, request: InferenceRequest, answer: Answer) -> Entry:
-        """Take the request, or raise ``ServeError``: INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED."""
+    def submit(self, request: InferenceRequest, answer: Answer, *, arrived: float | None = None) -> Entry:
+        """Take the request, or raise ``ServeError``: INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED.
+
+        ``arrived``: when it came to the server, where it waited elsewhere before.
+        """
         now = self._clock()
         try:
             rows = self._batching.admit(request)
-            entry = Entry(request, answer, rows=rows, arrived=now, owner=self._cancel)
+            entry = Entry(request, answer, rows=rows, arrived=now if arrived is None else arrived, owner=self._cancel)
             if entry.deadline <= now:
                 raise too_late()
             with self._lock:
@@ -131,7 +134,7 @@ class QueuedExecutor:
             self._queue.put(entry)
             if self._idle:
                 self._work.notify()
-            if self._threaded and min(entry.expires, entry.deadline) < NEVER:
+            if self.threaded and min(entry.expires, entry.deadline) < NEVER:
                 if not self._timed:
                     self._timed = True
                     self._start(self._watch, f"{self.name}-{self.version}-timeouts")
@@ -266,11 +269,7 @@ class QueuedExecutor:
             compute_input=ns(stacked - started), compute_infer=ns(inferred - stacked), compute_output=ns(end - inferred)
         )
         for entry in live:
-            durations = entry.durations
-            durations.queue = ns(started - entry.arrived)
-            durations.compute_input = spent.compute_input
-            durations.compute_infer = spent.compute_infer
-            durations.compute_output = spent.compute_output
+            entry.book(started, spent)
         return self._settle(results, spent)
 
     def _response(self, request: InferenceRequest, outputs: Mapping[str, np.ndarray]) -> InferenceResponse:
@@ -372,7 +371,7 @@ class QueuedExecutor:
         with self._lock:
             self._closing = True
             self._work.notify_all()
-        while not self._threaded and self.poll():
+        while not self.threaded and self.poll():
             pass
         with self._lock:
             self._drained.wait_for(lambda: not self._outstanding and not self._answering, timeout)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from accel.serve.inference import Answer, Code, Durations, InferenceRequest, InferenceResponse, ServeError
 from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.serve.statistics import ns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,12 +32,13 @@ class Entry:
 
     ``rows``: of the batch, 1 where the model has none. ``key``: entries of one key may be run together. ``level``: of
     priority. ``expires``: when its queue timeout ends. ``deadline``: when nobody waits any more. Both in seconds on the
-    server's clock. ``done``: it has its one answer, kept in ``result`` until that was delivered.
+    server's clock. ``done``: it has its one answer, kept in ``result`` until that was delivered. ``unwanted``:
+    cancelled while it streams.
     """
 
     __slots__ = (
         "answer", "arrived", "deadline", "delayed", "done", "durations", "expires", "key", "length", "level", "nbytes",
-        "owner", "request", "result", "rows", "seq",
+        "owner", "request", "result", "rows", "seq", "unwanted",
     )  # fmt: skip
 
     def __init__(
@@ -61,9 +63,18 @@ class Entry:
         self.deadline = NEVER if request.deadline is None else request.deadline
         self.delayed = False
         self.done = False
+        self.unwanted = False
         self.seq = -1
         self.durations = Durations()
         self.result: InferenceResponse | ServeError | None = None
+
+    def book(self, started: float, spent: Durations) -> None:
+        """Waited until ``started``, then ran with others for what was ``spent``."""
+        durations = self.durations
+        durations.queue = ns(started - self.arrived)
+        durations.compute_input = spent.compute_input
+        durations.compute_infer = spent.compute_infer
+        durations.compute_output = spent.compute_output
 
     def cancel(self) -> None:
         """Nobody waits any more: it is answered with CANCELLED, and not run where it hasn't been."""

@@ -72,3 +72,14 @@ class Scheduling:
     decoupled: bool = False
     response_cache: bool = False
     eager: bool = True
+
+    @property
+    def server_inputs(self) -> frozenset[str]:
+        """Inputs that the server makes (states and controls of a sequence): a client doesn't send them."""
+        sequence = self.sequence
+        return frozenset() if sequence is None else frozenset([*sequence.states.values(), *sequence.controls.values()])
+
+    @property
+    def optional_inputs(self) -> frozenset[str]:
+        """Inputs that a client may leave out, because the server then makes them (the mask of lengths)."""
+        return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

@@ -63,3 +63,13 @@ class Recorder:
 def ns(seconds: float) -> int:
     """Whole nanoseconds, never fewer than none."""
     return max(0, round(seconds * 1e9))
+
+
+def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
+    """``inner`` with the requests that ``outer``, an executor before it, answered without it."""
+    for name in ("success", "fail", "cancel", "cache_hit", "cache_miss"):
+        further: DurationStatistic = getattr(outer, name)
+        getattr(inner, name).add(further.ns, further.count)
+    inner.received += outer.received
+    inner.queue_depth += outer.queue_depth
+    return inner

@@ -186,6 +186,19 @@ def test_a_mask_is_made_and_a_sent_one_kept() -> None:
     assert session.feeds[0]["mask"].tolist() == [[1] * 6]
 
 
+def test_sizes_are_part_of_the_cost() -> None:
+    """Every run has eight rows. Fails if the cut takes two such runs for as cheap as two small ones, or if what fills
+    them up isn't a row that the model is known to take."""
+    executor, session, _ = by_length(allowed=(8,))
+    callers = [Caller(executor, text(i, n)) for i, n in enumerate((3, 50, 3))]
+    run_all(executor)
+    assert session.shapes == [(8, 50)]
+    for rows in session.feeds[0].values():
+        assert (rows[3:] == rows[2]).all()
+    for caller in callers:
+        check(caller)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 3), st.booleans()), min_size=1, max_size=20),
