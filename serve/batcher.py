@@ -1,0 +1,192 @@
+"""Dynamic batching: which of the waiting requests are run together, as a function of the queue and the time alone.
+
+The rules, in order. The head of the queue is always in the batch, and behind it come those that may be run with it
+(same inputs, dtypes and shapes but for the rows), in the order of service, up to the largest size the model takes.
+
+1. The longest run of them whose rows are a preferred size is a batch at once.
+2. Otherwise they are one when no further request fits, or when the oldest has waited ``max_delay_us``. A request with a
+   limit of its own (queue timeout, deadline) waits for at most half of it: the rest is for being run.
+3. Where the model takes certain sizes only, the batch is cut to the largest such size that its requests fill exactly,
+   unless that leaves out more than half of the rows; what doesn't fill a size is padded with copies of its last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from accel.errors import AccelError
+from accel.serve.inference import Code, InferenceRequest, ServeError
+from accel.serve.queue import NEVER, Entry, RequestQueue
+from accel.serve.scheduling import Scheduling
+
+if TYPE_CHECKING:
+    from accel.signature import Signature
+
+
+class Choice(NamedTuple):
+    """``batch`` is to be run now; where it is empty, ``wake`` is when to ask again if nothing comes before."""
+
+    batch: list[Entry]
+    wake: float
+
+
+class NotBatched(AccelError):
+    """The outputs of a batch can't be told apart by their first dim."""
+
+
+class Batching(Protocol):
+    """How requests become one run of the session, and its outputs their answers."""
+
+    def admit(self, request: InferenceRequest) -> int:
+        """The request's rows; ``ServeError`` INVALID_ARGUMENT where it can't be run."""
+        ...
+
+    def describe(self, entry: Entry) -> None:
+        """Fill in what ``choose`` looks at. Called once, before the entry is queued."""
+        ...
+
+    def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
+        """What an idle instance does at ``now``; changes nothing. ``hurry``: nothing more will come."""
+        ...
+
+    def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
+        """The feeds of one run."""
+        ...
+
+    def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
+        """Each entry's own part of the outputs; ``NotBatched`` where they can't be told apart."""
+        ...
+
+    def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
+        """Positions of a variable dim in this run: those that are padding, and those that callers sent."""
+        ...
+
+
+class RowBatching:
+    """Batching along the first dim, or none (``max_batch_size`` 0, or not ``dynamic``)."""
+
+    def __init__(self, signature: Signature, scheduling: Scheduling, *, name: str) -> None:
+        self.name = name
+        self.signature = signature
+        self.scheduling = scheduling
+        self.batched = scheduling.max_batch_size > 0
+        self.dynamic = self.batched and scheduling.dynamic
+        self.sizes = sorted(
+            size for size in scheduling.allowed or () if not self.batched or size <= scheduling.max_batch_size
+        )
+        self.limit = (self.sizes[-1] if self.sizes else scheduling.max_batch_size) if self.batched else 1
+        self._preferred = {size for size in scheduling.preferred if size <= self.limit}
+        self._delay = scheduling.max_delay_us / 1e6
+        self._outputs = {spec.name for spec in signature.outputs}
+
+    def admit(self, request: InferenceRequest) -> int:
+        if request.outputs is not None and self._outputs:
+            for output in request.outputs:
+                if output not in self._outputs:
+                    raise self._refused(f"unexpected inference output '{output}' for model '{self.name}'")
+        if not self.batched:
+            return 1
+        rows = -1
+        for name, value in request.inputs.items():
+            first = value.shape[0] if value.ndim else -1
+            if first < 1:
+                raise self._refused(f"input '{name}' has no batch dim of at least 1 for model '{self.name}'")
+            if rows not in (-1, first):
+                raise self._refused(f"input '{name}' batch size does not match other inputs for model '{self.name}'")
+            rows = first
+        if rows > self.limit:
+            raise self._refused(f"inference request batch-size must be <= {self.limit} for '{self.name}'")
+        return max(rows, 1)
+
+    @staticmethod
+    def _refused(message: str) -> ServeError:
+        return ServeError(Code.INVALID_ARGUMENT, message)
+
+    def describe(self, entry: Entry) -> None:
+        if self.dynamic:
+            inputs = entry.request.inputs
+            entry.key = tuple((name, inputs[name].dtype.str, inputs[name].shape[1:]) for name in sorted(inputs))
+
+    def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
+        head = queue.head()
+        if head is None:
+            return Choice([], NEVER)
+        if not self.dynamic:
+            return Choice([head], now)
+        found, full = self._gather(queue, head)
+        totals = list(accumulate(entry.rows for entry in found))
+        preferred = [i for i, total in enumerate(totals, 1) if total in self._preferred]
+        if preferred:
+            return Choice(self._cut(found[: preferred[-1]], totals), now)
+        due = min(map(self.due, found))
+        if full or hurry or now >= due:
+            return Choice(self._cut(found, totals), now)
+        return Choice([], due)
+
+    def _gather(self, queue: RequestQueue, head: Entry) -> tuple[list[Entry], bool]:
+        """Those that may be run with ``head`` and fit, and whether the next one, or none at all, wouldn't."""
+        found: list[Entry] = []
+        rows = 0
+        for entry in queue:
+            if entry.key != head.key:
+                continue
+            if rows + entry.rows > self.limit:
+                return found, True
+            found.append(entry)
+            rows += entry.rows
+            if rows == self.limit:
+                return found, True
+        return found, False
+
+    def due(self, entry: Entry) -> float:
+        """Until when ``entry`` may wait for company."""
+        limit = min(entry.deadline, NEVER if entry.delayed else entry.expires)
+        slack = (limit - entry.arrived) / 2 if limit < NEVER else NEVER
+        return entry.arrived + min(self._delay, slack)
+
+    def _cut(self, found: list[Entry], totals: Sequence[int]) -> list[Entry]:
+        """``found`` cut to a size that the model takes, where one is filled well enough."""
+        if not self.sizes:
+            return found
+        whole = totals[len(found) - 1]
+        exact = [i for i in range(1, len(found) + 1) if totals[i - 1] in self.sizes]
+        return found[: exact[-1]] if exact and 2 * totals[exact[-1] - 1] >= whole else found
+
+    def size_for(self, rows: int) -> int:
+        """The rows of the run that ``rows`` are run in."""
+        return next((size for size in self.sizes if size >= rows), rows) if self.batched else rows
+
+    def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
+        rows = sum(entry.rows for entry in entries)
+        missing = self.size_for(rows) - rows
+        first = entries[0].request.inputs
+        if len(entries) == 1 and not missing:
+            return first
+        feeds = {}
+        for name in first:
+            parts = [entry.request.inputs[name] for entry in entries]
+            if missing:
+                parts.append(np.repeat(parts[-1][-1:], missing, axis=0))
+            feeds[name] = np.concatenate(parts)
+        return feeds
+
+    def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
+        rows = sum(entry.rows for entry in entries)
+        size = self.size_for(rows)
+        if len(entries) == 1 and size == rows:
+            return [outputs]
+        for name, value in outputs.items():
+            if not value.ndim or value.shape[0] != size:
+                raise NotBatched(f"output '{name}' has shape {list(value.shape)} for a batch of {size} rows")
+        ends = list(accumulate(entry.rows for entry in entries))
+        return [
+            {name: value[end - entry.rows : end] for name, value in outputs.items()}
+            for entry, end in zip(entries, ends, strict=True)
+        ]
+
+    def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:  # noqa: ARG002 - no dim of theirs varies
+        return 0, 0

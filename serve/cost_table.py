@@ -1,0 +1,98 @@
+"""What one run costs by its rows and the length of its longest row, measured when a model is loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from accel.runtimes.base import Session
+
+# Two runs of one shape, where one takes less than this: the first one of a shape is often slower than the others.
+_REPEAT_BELOW = 0.25
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """``seconds[i][j]``: one run of ``rows[i]`` rows padded to ``lengths[j]``. Between them it is interpolated, beyond
+    the last of either it grows in proportion."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def proportional(cls, overhead: int = 32) -> CostTable:
+        """For a model that wasn't measured: each run costs its positions, padding included, and ``overhead`` more."""
+        rows, lengths = (1, 4096), (1, 4096)
+        return cls(rows, lengths, tuple(tuple((n * length + overhead) * 1e-6 for length in lengths) for n in rows))
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        # More rows or longer ones are never cheaper: what says so is noise.
+        table = np.asarray(self.seconds, dtype=float)
+        return np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
+
+    def by_rows(self, length: int, most: int) -> np.ndarray:
+        """Seconds of a run of ``length``, float64[most + 1]: at index n with n rows."""
+        beyond = max(1.0, length / self.lengths[-1])
+        at_length = np.array([np.interp(length, self.lengths, row) for row in self._table]) * beyond
+        n = np.arange(most + 1)
+        found: np.ndarray = np.interp(n, self.rows, at_length) * np.maximum(1.0, n / self.rows[-1])
+        return found
+
+
+def measure_costs(
+    session: Session,
+    *,
+    dim: str,
+    batch: str,
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    budget: float = 2.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Run example inputs of every size and length, small ones first, for about ``budget`` seconds; what there was no
+    time for is filled in with a + b * positions + c * positions * length (attention), fitted to what was measured."""
+    table = np.full((len(sizes), len(lengths)), np.nan)
+    cells = sorted((rows * length, i, j) for i, rows in enumerate(sizes) for j, length in enumerate(lengths))
+    end = clock() + budget
+    per_token = 0.0
+    for count, (tokens, i, j) in enumerate(cells):
+        # The smallest three are always run: fewer are no fit.
+        if count >= 3 and clock() + tokens * per_token > end:
+            continue
+        feeds = session.example_inputs(**{batch: sizes[i], dim: lengths[j]})
+        best = np.inf
+        for _ in range(2):
+            start = clock()
+            session.run(feeds)
+            best = min(best, clock() - start)
+            if best > _REPEAT_BELOW:
+                break
+        table[i, j] = best
+        per_token = best / tokens
+    return CostTable(tuple(sizes), tuple(lengths), tuple(map(tuple, _filled(table, sizes, lengths).tolist())))
+
+
+def _filled(table: np.ndarray, sizes: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    known = ~np.isnan(table)
+    if known.all():
+        return table
+    n, length = np.meshgrid(np.asarray(sizes, float), np.asarray(lengths, float), indexing="ij")
+    terms = np.stack([np.ones_like(n), n * length, n * length**2], axis=-1)
+    factors, *_ = np.linalg.lstsq(terms[known], table[known], rcond=None)
+    return np.where(known, table, np.maximum(terms @ np.maximum(factors, 0.0), table[known].max()))
+
+
+def grid(low: int, high: int) -> list[int]:
+    """``low``, its doubles, ``high``."""
+    found = [low]
+    while found[-1] * 2 < high:
+        found.append(found[-1] * 2)
+    return found if high <= low else [*found, high]

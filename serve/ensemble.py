@@ -1,0 +1,318 @@
+"""Ensembles: several models as one, each step's outputs the inputs of others, run as soon as its inputs are there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from accel.errors import BadConfig
+from accel.serve.inference import (
+    Answer,
+    Code,
+    Durations,
+    Executor,
+    InferenceRequest,
+    InferenceResponse,
+    ModelStatistics,
+    ServeError,
+    Ticket,
+)
+from accel.serve.queue import too_late
+from accel.serve.statistics import Recorder, ns
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.signature import Signature
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleStep:
+    """One model. ``input_map``: its input -> the ensemble's tensor that it gets; ``output_map``: its output -> the
+    ensemble's tensor that it makes. ``version`` "" is whichever is the one to use."""
+
+    model: str
+    version: str = ""
+    input_map: Mapping[str, str]
+    output_map: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ensemble:
+    """The steps, in any order: who needs whose tensors says which comes first."""
+
+    steps: tuple[EnsembleStep, ...]
+
+
+# From a model's name and version to what runs it; raises ``ServeError`` where there is no such model.
+Find = Callable[[str, str], Executor]
+
+
+class _Run:
+    """One request on its way through the steps; the ticket."""
+
+    def __init__(self, executor: EnsembleExecutor, request: InferenceRequest, answer: Answer, arrived: float) -> None:
+        self.executor = executor
+        self.request = request
+        self.answer = answer
+        self.arrived = arrived
+        self.durations = Durations()
+        self.tensors: dict[str, np.ndarray] = dict(request.inputs)
+        self.ready: deque[int] = deque()
+        self.started: set[int] = set()
+        self.tickets: dict[int, Ticket] = {}
+        self.results: dict[int, InferenceResponse] = {}
+        self.finished = 0
+        self.pumped = False
+        self.done = False
+
+    def cancel(self) -> None:
+        self.executor.fail(self, ServeError(Code.CANCELLED, "Request was cancelled"))
+
+
+class EnsembleExecutor:
+    """An ``Executor`` whose work is done by others, looked up by ``find`` at each request: they may be reloaded.
+
+    Raises ``BadConfig`` where the steps can't be run: a tensor that nobody or two make, or steps that wait for each
+    other.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        ensemble: Ensemble,
+        find: Find,
+        *,
+        name: str,
+        version: str,
+        max_batch_size: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        check_ensemble(signature, ensemble, name=name)
+        self.name = name
+        self.version = version
+        self._steps = ensemble.steps
+        self._needs = [frozenset(step.input_map.values()) for step in ensemble.steps]
+        self._outputs = tuple(spec.name for spec in signature.outputs)
+        self._batched = max_batch_size > 0
+        self._find = find
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._drained = threading.Condition(self._lock)
+        self._recorder = Recorder(wall)
+        self._runs: dict[_Run, None] = {}
+        self._closing = False
+
+    def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
+        """Start the steps whose inputs are there, in this thread where their instances are idle."""
+        now = self._clock()
+        run = _Run(self, request, answer, now)
+        with self._lock:
+            self._recorder.received()
+            try:
+                self._check(request, now)
+            except ServeError as error:
+                self._recorder.failed(error, ns(self._clock() - now))
+                raise
+            self._runs[run] = None
+            self._make_ready(run)
+        self._pump(run)
+        return run
+
+    def _check(self, request: InferenceRequest, now: float) -> None:
+        if self._closing:
+            raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
+        if request.deadline is not None and request.deadline <= now:
+            raise too_late()
+        for output in request.outputs or ():
+            if output not in self._outputs:
+                raise ServeError(
+                    Code.INVALID_ARGUMENT, f"unexpected inference output '{output}' for model '{self.name}'"
+                )
+
+    def _make_ready(self, run: _Run) -> None:
+        for i, needs in enumerate(self._needs):
+            if i not in run.started and needs <= run.tensors.keys():
+                run.started.add(i)
+                run.ready.append(i)
+
+    def _pump(self, run: _Run) -> None:
+        """Start what is ready. One thread at a time does it for a request; an answer that comes inside ``submit`` is
+        followed by a turn of this loop and not by a deeper call."""
+        while True:
+            with self._lock:
+                if run.pumped or run.done or not run.ready:
+                    return
+                i = run.ready.popleft()
+                run.pumped = True
+            try:
+                self._start(run, i)
+            finally:
+                with self._lock:
+                    run.pumped = False
+
+    def _start(self, run: _Run, i: int) -> None:
+        step, request = self._steps[i], run.request
+        asked = InferenceRequest(
+            model=step.model,
+            version=step.version,
+            id=request.id,
+            inputs={name: run.tensors[tensor] for name, tensor in step.input_map.items()},
+            outputs=tuple(step.output_map),
+            parameters=request.parameters,
+            priority=request.priority,
+            timeout_us=request.timeout_us,
+            deadline=request.deadline,
+            sequence_id=request.sequence_id,
+            sequence_start=request.sequence_start,
+            sequence_end=request.sequence_end,
+        )
+        try:
+            ticket = self._find(step.model, step.version).submit(asked, partial(self._answered, run, i))
+        except ServeError as error:
+            self.fail(run, self._of_step(step, error))
+            return
+        with self._lock:
+            run.tickets[i] = ticket
+            cancelled = run.done and i not in run.results
+        if cancelled:
+            ticket.cancel()
+        self._advance(run, i)
+
+    def _of_step(self, step: EnsembleStep, error: ServeError) -> ServeError:
+        return ServeError(error.code, f"in ensemble '{self.name}', step '{step.model}': {error}")
+
+    def _answered(self, run: _Run, i: int, result: InferenceResponse | ServeError) -> None:
+        step = self._steps[i]
+        if isinstance(result, ServeError):
+            self.fail(run, self._of_step(step, result))
+        elif not result.final:
+            self.fail(run, self._of_step(step, ServeError(Code.UNIMPLEMENTED, "decoupled models can't be a step")))
+        elif missing := [name for name in step.output_map if name not in result.outputs]:
+            self.fail(run, self._of_step(step, ServeError(Code.INTERNAL, f"no output '{missing[0]}' came")))
+        else:
+            with self._lock:
+                run.results[i] = result
+            self._advance(run, i)
+            self._pump(run)
+
+    def _advance(self, run: _Run, i: int) -> None:
+        """Take over what step ``i`` gave, once both its ticket and its answer are here."""
+        with self._lock:
+            if run.done or i not in run.tickets or i not in run.results:
+                return
+            step, result, ticket = self._steps[i], run.results.pop(i), run.tickets.pop(i)
+            for output, tensor in step.output_map.items():
+                run.tensors[tensor] = result.outputs[output]
+            spent, total = ticket.durations, run.durations
+            total.queue += spent.queue
+            total.compute_input += spent.compute_input
+            total.compute_infer += spent.compute_infer
+            total.compute_output += spent.compute_output
+            run.finished += 1
+            self._make_ready(run)
+            if run.finished < len(self._steps):
+                return
+            self._end(run)
+            rows = next(iter(run.request.inputs.values())).shape[0] if self._batched and run.request.inputs else 1
+            self._recorder.executed(rows, run.durations)
+            self._recorder.succeeded(run.durations)
+        names = self._outputs if run.request.outputs is None else run.request.outputs
+        self._give(
+            run,
+            InferenceResponse(
+                model=self.name,
+                version=self.version,
+                id=run.request.id,
+                outputs={name: run.tensors[name] for name in names},
+            ),
+        )
+
+    def _end(self, run: _Run) -> None:
+        run.done = True
+        run.durations.total = ns(self._clock() - run.arrived)
+        self._runs.pop(run, None)
+
+    def fail(self, run: _Run, error: ServeError) -> None:
+        """Answer ``run`` with ``error``, unless it has its answer, and cancel the steps that are still under way."""
+        with self._lock:
+            if run.done:
+                return
+            self._end(run)
+            self._recorder.failed(error, run.durations.total)
+            tickets = list(run.tickets.values())
+        for ticket in tickets:
+            ticket.cancel()
+        self._give(run, error)
+
+    def _give(self, run: _Run, result: InferenceResponse | ServeError) -> None:
+        try:
+            run.answer(result)
+        except Exception:
+            _LOG.exception("model %s: an answer could not be delivered", self.name)
+        with self._lock:
+            if not self._runs:
+                self._drained.notify_all()
+
+    def statistics(self) -> ModelStatistics:
+        """Of the ensemble: queue and compute are the sums over its steps."""
+        with self._lock:
+            return self._recorder.copy()
+
+    def pending(self) -> int:
+        with self._lock:
+            return len(self._runs)
+
+    def close(self, timeout: float) -> None:
+        """Take nothing new, let what was taken end for at most ``timeout`` seconds, fail the rest. The steps' executors
+        are not its own and stay open."""
+        with self._lock:
+            self._closing = True
+            self._drained.wait_for(lambda: not self._runs, timeout)
+            left = list(self._runs)
+        for run in left:
+            self.fail(run, ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} was unloaded"))
+
+
+def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> None:
+    """Raise ``BadConfig`` where the steps can't be run."""
+    if not ensemble.steps:
+        raise BadConfig(f"ensemble '{name}' has no steps; add one")
+    made_by: dict[str, str] = {spec.name: "the request" for spec in signature.inputs}
+    for step in ensemble.steps:
+        if not step.output_map:
+            raise BadConfig(f"ensemble '{name}': step '{step.model}' makes no tensor; map one of its outputs")
+        for tensor in step.output_map.values():
+            if tensor in made_by:
+                raise BadConfig(
+                    f"ensemble '{name}': tensor '{tensor}' comes from {made_by[tensor]} and from step '{step.model}'; "
+                    "give each its own name"
+                )
+            made_by[tensor] = f"step '{step.model}'"
+    for step in ensemble.steps:
+        for tensor in step.input_map.values():
+            if tensor not in made_by:
+                raise BadConfig(f"ensemble '{name}': step '{step.model}' needs tensor '{tensor}', which no step makes")
+    for spec in signature.outputs:
+        if spec.name not in made_by:
+            raise BadConfig(f"ensemble '{name}': no step makes its output '{spec.name}'")
+    there = {spec.name for spec in signature.inputs}
+    left = list(ensemble.steps)
+    while left:
+        ready = [step for step in left if there.issuperset(step.input_map.values())]
+        if not ready:
+            raise BadConfig(
+                f"ensemble '{name}': the steps {', '.join(step.model for step in left)} wait for each other"
+            )
+        for step in ready:
+            there.update(step.output_map.values())
+            left.remove(step)

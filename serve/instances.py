@@ -1,0 +1,389 @@
+"""The instances of a model: several sessions, the threads that run them, and the callers' own threads.
+
+Every decision is ``RequestQueue``'s and ``Batching``'s and depends on the queue and the time alone; here is who
+carries it out. A caller that finds the queue empty and an instance idle runs its request itself: handing it to a thread
+and back costs more than a small model takes. While instances are busy requests gather, and an instance's thread takes a
+batch of them. ``_lock`` guards everything; no session is run and no answer given while it is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from accel.errors import BadFeeds
+from accel.serve.batcher import Batching
+from accel.serve.inference import (
+    Answer,
+    Code,
+    Durations,
+    InferenceRequest,
+    InferenceResponse,
+    ModelStatistics,
+    ServeError,
+)
+from accel.serve.queue import NEVER, Entry, RequestQueue, too_late
+from accel.serve.scheduling import Scheduling
+from accel.serve.statistics import Recorder, ns
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.runtimes.base import Session
+
+_LOG = logging.getLogger(__name__)
+
+Result = InferenceResponse | ServeError
+Settled = list[tuple[Entry, Result]]
+
+
+class _Step(NamedTuple):
+    """What an instance's thread does next: answer what has expired, run ``batch`` on ``session``, or wait."""
+
+    session: Session | None
+    batch: list[Entry]
+    expired: Settled
+    wake: float
+
+
+class QueuedExecutor:
+    """An ``Executor`` over ``sessions``, which it owns from now on.
+
+    ``start`` False starts no thread: ``poll`` then does what a thread would do next, and time passes as ``clock`` says.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        batching: Batching,
+        scheduling: Scheduling,
+        *,
+        name: str,
+        version: str,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        start: bool = True,
+    ) -> None:
+        self.name = name
+        self.version = version
+        self._batching = batching
+        self._eager = scheduling.eager
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # for the instances' threads
+        self._timer = threading.Condition(self._lock)  # for the one that expires requests while all instances are busy
+        self._drained = threading.Condition(self._lock)
+        self._queue = RequestQueue(scheduling)
+        self._recorder = Recorder(wall)
+        self._idle = list(sessions)
+        self._outstanding: dict[Entry, None] = {}
+        self._answering = 0
+        self._in_order: deque[Entry] | None = deque() if scheduling.preserve_ordering else None
+        self._delivering = False
+        self._closing = False
+        self._closed = False
+        self.threaded = start
+        self._timed = False
+        if start:
+            for number in range(len(sessions)):
+                self._start(self._serve, f"{name}-{version}-{number}")
+
+    @staticmethod
+    def _start(target: Callable[[], None], name: str) -> None:
+        # A daemon: a session that hangs must not keep the process from ending.
+        threading.Thread(target=target, name=name, daemon=True).start()
+
+    # Taking requests
+
+    def submit(self, request: InferenceRequest, answer: Answer, *, arrived: float | None = None) -> Entry:
+        """Take the request, or raise ``ServeError``: INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED.
+
+        ``arrived``: when it came to the server, where it waited elsewhere before.
+        """
+        now = self._clock()
+        try:
+            rows = self._batching.admit(request)
+            entry = Entry(request, answer, rows=rows, arrived=now if arrived is None else arrived, owner=self._cancel)
+            if entry.deadline <= now:
+                raise too_late()
+            with self._lock:
+                session = self._take(entry)
+                self._recorder.received()
+        except ServeError as error:
+            with self._lock:
+                self._recorder.received()
+                self._recorder.failed(error, ns(self._clock() - now))
+            raise
+        if session is not None:
+            self._execute(session, [entry])
+        return entry
+
+    def _take(self, entry: Entry) -> Session | None:
+        """Queue ``entry``, or give the session that its caller runs it on."""
+        if self._closing:
+            raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
+        session = None
+        if self._eager and self._idle and not self._queue:
+            session = self._idle.pop()
+        else:
+            self._batching.describe(entry)
+            self._queue.put(entry)
+            if self._idle:
+                self._work.notify()
+            if self.threaded and min(entry.expires, entry.deadline) < NEVER:
+                if not self._timed:
+                    self._timed = True
+                    self._start(self._watch, f"{self.name}-{self.version}-timeouts")
+                self._timer.notify()
+        self._outstanding[entry] = None
+        if self._in_order is not None:
+            self._in_order.append(entry)
+        return session
+
+    def _cancel(self, entry: Entry) -> None:
+        with self._lock:
+            if entry in self._queue:
+                self._queue.remove(entry)
+        self._deliver(self._settle([(entry, ServeError(Code.CANCELLED, "Request was cancelled"))]))
+
+    # Running them
+
+    def _next(self, now: float) -> _Step:
+        """Decide, and take out of the queue what was decided about. Called with the lock held."""
+        expired: Settled = list(self._queue.expire(now))
+        if not self._idle:
+            return _Step(None, [], expired, NEVER)
+        batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
+        if not batch:
+            return _Step(None, [], expired, wake)
+        for entry in batch:
+            self._queue.remove(entry)
+        session = self._idle.pop()
+        if self._idle and self._queue:
+            self._work.notify()
+        return _Step(session, batch, expired, now)
+
+    def _carry_out(self, step: _Step) -> None:
+        self._deliver(self._settle(step.expired))
+        if step.session is not None:
+            self._execute(step.session, step.batch)
+
+    def poll(self) -> bool:
+        """Do what an idle instance would do now, in this thread; whether there was anything to do."""
+        with self._lock:
+            step = self._next(self._clock())
+        self._carry_out(step)
+        return bool(step.batch or step.expired)
+
+    def _serve(self) -> None:
+        """An instance's thread."""
+        while True:
+            with self._lock:
+                while True:
+                    if self._closed:
+                        return
+                    now = self._clock()
+                    step = self._next(now)
+                    if step.batch or step.expired:
+                        break
+                    self._work.wait(None if step.wake == NEVER else max(step.wake - now, 0.0))
+            try:
+                self._carry_out(step)
+            except Exception:
+                _LOG.exception("model %s: an instance went on after an error of the server's own", self.name)
+
+    def _watch(self) -> None:
+        """The thread that answers requests whose time is up, however long the sessions take."""
+        while True:
+            with self._lock:
+                while True:
+                    if self._closed:
+                        return
+                    now = self._clock()
+                    expired: Settled = list(self._queue.expire(now))
+                    if expired:
+                        break
+                    instant = self._queue.next_instant()
+                    self._timer.wait(None if instant == NEVER else max(instant - now, 0.0))
+            self._deliver(self._settle(expired))
+
+    def _execute(self, session: Session, entries: list[Entry]) -> None:
+        settled: Settled = []
+        try:
+            settled = self._run(session, entries)
+        finally:
+            # Before the answers: whoever gets one and asks again finds the instance idle.
+            self._release(session)
+            self._deliver(settled)
+
+    def _release(self, session: Session) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(session)
+                if self._queue:
+                    self._work.notify()
+                return
+        self._close_session(session)
+
+    def _close_session(self, session: Session) -> None:
+        try:
+            session.close()
+        except Exception:
+            _LOG.exception("model %s: a session could not be closed", self.name)
+
+    def _run(self, session: Session, entries: list[Entry]) -> Settled:
+        """Run what still waits of ``entries`` together. Where that fails each half is run by itself, so that in the end
+        only those requests fail that fail alone."""
+        started = self._clock()
+        late: Settled = [(entry, too_late()) for entry in entries if entry.deadline <= started]
+        settled = self._settle(late) if late else []
+        live = [entry for entry in entries if not entry.done]
+        if not live:
+            return settled
+        try:
+            return settled + self._run_live(session, live, started)
+        except Exception as error:
+            if len(live) > 1:
+                _LOG.info("model %s: a batch of %d requests failed (%s); run in halves", self.name, len(live), error)
+                half = len(live) // 2
+                self._deliver(settled + self._run(session, live[:half]))
+                return self._run(session, live[half:])
+            return settled + self._settle([(live[0], self._error(error))])
+        except BaseException as error:
+            self._deliver(settled + self._settle([(entry, self._error(error)) for entry in live]))
+            raise
+
+    def _run_live(self, session: Session, live: list[Entry], started: float) -> Settled:
+        feeds = self._batching.stack(live)
+        stacked = self._clock()
+        outputs = session.run(feeds)
+        inferred = self._clock()
+        parts = self._batching.split(outputs, live)
+        results: Settled = [(e, self._response(e.request, part)) for e, part in zip(live, parts, strict=True)]
+        end = self._clock()
+        spent = Durations(
+            compute_input=ns(stacked - started), compute_infer=ns(inferred - stacked), compute_output=ns(end - inferred)
+        )
+        for entry in live:
+            entry.book(started, spent)
+        return self._settle(results, spent)
+
+    def _response(self, request: InferenceRequest, outputs: Mapping[str, np.ndarray]) -> InferenceResponse:
+        if request.outputs is not None:
+            if missing := [name for name in request.outputs if name not in outputs]:
+                raise ServeError(Code.INTERNAL, f"model '{self.name}' gave no output '{missing[0]}'")
+            outputs = {name: outputs[name] for name in request.outputs}
+        return InferenceResponse(model=self.name, version=self.version, id=request.id, outputs=outputs)
+
+    def _error(self, error: BaseException) -> ServeError:
+        if isinstance(error, ServeError):
+            return error
+        if isinstance(error, BadFeeds):
+            return ServeError(Code.INVALID_ARGUMENT, str(error))
+        return ServeError(Code.INTERNAL, f"model '{self.name}' failed: {error or type(error).__name__}")
+
+    # Answering them
+
+    def _settle(self, results: Settled, spent: Durations | None = None) -> Settled:
+        """Fix these results and count them; those that came first stay. What is handed back is to be delivered.
+
+        ``spent``: the model was run once for all of them.
+        """
+        with self._lock:
+            now = self._clock()
+            settled: Settled = []
+            for entry, result in results:
+                if entry.done:
+                    continue
+                entry.done = True
+                entry.durations.total = ns(now - entry.arrived)
+                del self._outstanding[entry]
+                if isinstance(result, ServeError):
+                    self._recorder.failed(result, entry.durations.total)
+                else:
+                    self._recorder.succeeded(entry.durations)
+                settled.append((entry, result))
+            if spent is not None:
+                entries = [entry for entry, _ in results]
+                self._recorder.executed(sum(e.rows for e in entries), spent, *self._batching.tokens(entries))
+            self._answering += len(settled)
+        return settled
+
+    def _deliver(self, settled: Settled) -> None:
+        if not settled:
+            return
+        if self._in_order is not None:
+            self._deliver_in_order(self._in_order, settled)
+            return
+        for entry, result in settled:
+            self._answer(entry, result)
+        self._delivered(len(settled))
+
+    def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
+        """Deliver as the requests came. One thread delivers at a time, and what others settle meanwhile too."""
+        with self._lock:
+            for entry, result in settled:
+                entry.result = result
+            if self._delivering:
+                return
+            self._delivering = True
+        while True:
+            with self._lock:
+                first = in_order[0] if in_order else None
+                if first is None or first.result is None:
+                    self._delivering = False
+                    return
+                in_order.popleft()
+            self._answer(first, first.result)
+            self._delivered(1)
+
+    def _answer(self, entry: Entry, result: Result) -> None:
+        try:
+            entry.answer(result)
+        except Exception:
+            _LOG.exception("model %s: an answer could not be delivered", self.name)
+
+    def _delivered(self, count: int) -> None:
+        with self._lock:
+            self._answering -= count
+            if self._closing and not self._outstanding and not self._answering:
+                self._drained.notify_all()
+
+    # Looking at it, ending it
+
+    def statistics(self) -> ModelStatistics:
+        """A consistent copy."""
+        with self._lock:
+            return self._recorder.copy(len(self._queue))
+
+    def pending(self) -> int:
+        """Requests that were taken and not answered."""
+        with self._lock:
+            return len(self._outstanding)
+
+    def close(self, timeout: float) -> None:
+        """Take nothing new, answer what was taken for at most ``timeout`` seconds (real ones), fail the rest with
+        UNAVAILABLE. A session that is still running then is released when it comes back."""
+        with self._lock:
+            self._closing = True
+            self._work.notify_all()
+        while not self.threaded and self.poll():
+            pass
+        with self._lock:
+            self._drained.wait_for(lambda: not self._outstanding and not self._answering, timeout)
+            left = list(self._outstanding)
+            for entry in left:
+                if entry in self._queue:
+                    self._queue.remove(entry)
+            self._closed = True
+            self._work.notify_all()
+            self._timer.notify_all()
+            idle, self._idle = self._idle, []
+        stopped = ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} was unloaded")
+        self._deliver(self._settle([(entry, stopped) for entry in left]))
+        for session in idle:
+            self._close_session(session)

@@ -1,0 +1,219 @@
+"""Batching of inputs that differ in one dim: short ones are not padded to the length of a long one that came with them.
+
+The waiting requests are sorted by length and cut into batches where the sum of what the batches cost is the least: the
+best cut of the first i ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i),
+which is dynamic programming over O(n * batch) cells. The least sum also is the earliest end of the last batch, so no
+other cut of the same requests has a smaller longest wait. Which batch goes first is decided by the delay bound: the one
+with the request that has waited its time. Before that none does, unless as many wait as fit into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.errors import BadConfig
+from accel.serve.batcher import Choice, NotBatched, RowBatching
+from accel.serve.cost_table import CostTable
+from accel.serve.inference import Code, InferenceRequest, ServeError
+from accel.serve.queue import NEVER, Entry, RequestQueue
+from accel.serve.scheduling import LengthBatching, Scheduling
+from accel.signature import numpy_dtype
+
+if TYPE_CHECKING:
+    from accel.signature import Signature
+
+# How many of the waiting requests are looked at: the queue's lock is held meanwhile.
+_WINDOW = 64
+
+
+def best_cut(
+    lengths: Sequence[int], rows: Sequence[int], limit: int, costs: Callable[[int], np.ndarray]
+) -> list[tuple[int, int]]:
+    """The cheapest cut of requests, sorted by length, into consecutive batches of at most ``limit`` rows.
+
+    ``costs(length)[n]``: what a batch of n rows padded to ``length`` costs. Gives (begin, end) of each batch.
+    """
+    count = len(lengths)
+    ends = np.concatenate([[0], np.cumsum(rows)])
+    least = np.zeros(count + 1)
+    cut_at = np.zeros(count + 1, dtype=int)
+    low = 0
+    for i in range(1, count + 1):
+        while ends[i] - ends[low] > limit:
+            low += 1
+        total = least[low:i] + costs(lengths[i - 1])[ends[i] - ends[low:i]]
+        best = int(total.argmin())
+        least[i] = total[best]
+        cut_at[i] = low + best
+    found = []
+    end = count
+    while end:
+        found.append((int(cut_at[end]), end))
+        end = int(cut_at[end])
+    return found[::-1]
+
+
+class LengthBatchingRows(RowBatching):
+    """``RowBatching`` for a signature with one further dim that may differ inside a batch."""
+
+    def __init__(
+        self, signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str, costs: CostTable
+    ) -> None:
+        super().__init__(signature, scheduling, name=name)
+        self.options = options
+        self.costs = costs
+        self._axes = {spec.name: _axes(spec.shape, options.dim) for spec in signature.inputs}
+        self._cut_axes = {spec.name: _axes(spec.shape, options.dim) for spec in signature.outputs}
+        self._cut_axes |= {output: (axis,) for output, axis in options.outputs.items()}
+        self._by_length: dict[int, np.ndarray] = {}
+
+    def admit(self, request: InferenceRequest) -> int:
+        rows = super().admit(request)
+        sizes = {
+            request.inputs[name].shape[axis]
+            for name, axes in self._axes.items()
+            if name in request.inputs
+            for axis in axes
+            if axis < request.inputs[name].ndim
+        }
+        if len(sizes) != 1:
+            raise ServeError(
+                Code.INVALID_ARGUMENT,
+                f"the dim '{self.options.dim}' has the sizes {sorted(sizes)} in one request for model '{self.name}'",
+            )
+        return rows
+
+    def _length(self, request: InferenceRequest) -> int:
+        for name, value in request.inputs.items():
+            if axes := self._axes.get(name):
+                return int(value.shape[axes[0]])
+        return 0
+
+    def describe(self, entry: Entry) -> None:
+        entry.length = self._length(entry.request)
+        key = []
+        for name, value in sorted(entry.request.inputs.items()):
+            if name != self.options.mask:
+                axes = self._axes.get(name, ())
+                shape = tuple(-1 if axis in axes else size for axis, size in enumerate(value.shape) if axis)
+                key.append((name, value.dtype.str, shape))
+        entry.key = tuple(key)
+
+    def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
+        head = queue.head()
+        if head is None:
+            return Choice([], NEVER)
+        window = max(_WINDOW, 2 * self.limit)
+        found = list(islice((entry for entry in queue if entry.key == head.key), window))
+        first = next((entry for entry in found if hurry or self.due(entry) <= now), None)
+        if first is None and sum(entry.rows for entry in found) >= self.limit:
+            first = head  # company enough has come
+        if first is None:
+            return Choice([], min(map(self.due, found)))
+        return Choice(next(batch for batch in self._batches(found) if first in batch), now)
+
+    def _batches(self, found: Sequence[Entry]) -> list[list[Entry]]:
+        by_length = sorted(found, key=lambda entry: entry.length)
+        lengths = [entry.length for entry in by_length]
+        cuts = best_cut(lengths, [entry.rows for entry in by_length], self.limit, self._cost)
+        return [by_length[begin:end] for begin, end in cuts]
+
+    def _cost(self, length: int) -> np.ndarray:
+        """By rows, those that fill up an allowed size included."""
+        found = self._by_length.get(length)
+        if found is None:
+            costs = self.costs.by_rows(length, self.limit)
+            found = costs[[self.size_for(n) for n in range(self.limit + 1)]]
+            if len(self._by_length) < 4096:
+                self._by_length[length] = found
+        return found
+
+    def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
+        rows = sum(entry.rows for entry in entries)
+        size = self.size_for(rows)
+        feeds = [self._with_mask(entry) for entry in entries]
+        if len(entries) == 1 and size == rows:
+            return feeds[0]
+        length = max(self._length(entry.request) for entry in entries)
+        return {name: self._stacked(name, [feed[name] for feed in feeds], size, length) for name in feeds[0]}
+
+    def _with_mask(self, entry: Entry) -> Mapping[str, np.ndarray]:
+        """The inputs, and a mask of ones where the model takes one and the caller sent none."""
+        inputs, mask = entry.request.inputs, self.options.mask
+        if mask is None or mask in inputs:
+            return inputs
+        spec = self.signature.input(mask)
+        length = self._length(entry.request)
+        shape = [size if isinstance(size, int) else length if size == self.options.dim else entry.rows
+                 for size in spec.shape]  # fmt: skip
+        return {**inputs, mask: np.ones(shape, numpy_dtype(spec.dtype))}
+
+    def _stacked(self, name: str, parts: Sequence[np.ndarray], size: int, length: int) -> np.ndarray:
+        axes = self._axes.get(name, ())
+        first = parts[0]
+        shape = [length if axis in axes else n for axis, n in enumerate(first.shape)]
+        fill: Any = b"" if first.dtype.hasobject else 0
+        whole = np.full([size, *shape[1:]], self.options.pad.get(name, fill), first.dtype)
+        row = 0
+        for part in parts:
+            whole[(slice(row, row + len(part)), *(slice(n) for n in part.shape[1:]))] = part
+            row += len(part)
+        whole[row:] = whole[row - 1]  # rows that fill up an allowed size
+        return whole
+
+    def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
+        parts = super().split(outputs, entries)
+        if len(entries) == 1:
+            return parts
+        lengths = [self._length(entry.request) for entry in entries]
+        longest = max(lengths)
+        for name, value in outputs.items():
+            for axis in self._cut_axes.get(name, ()):
+                if axis >= value.ndim or value.shape[axis] != longest:
+                    raise NotBatched(f"output '{name}' has shape {list(value.shape)}, axis {axis} should be {longest}")
+        return [
+            {name: value[self._own(name, length)] for name, value in part.items()}
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def _own(self, output: str, length: int) -> tuple[slice, ...]:
+        axes = self._cut_axes.get(output, ())
+        return tuple(slice(length) if axis in axes else slice(None) for axis in range(max(axes, default=-1) + 1))
+
+    def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
+        lengths = [self._length(entry.request) for entry in entries]
+        real = sum(entry.rows * length for entry, length in zip(entries, lengths, strict=True))
+        return self.size_for(sum(entry.rows for entry in entries)) * max(lengths) - real, real
+
+
+def _axes(shape: Sequence[int | str], dim: str) -> tuple[int, ...]:
+    return tuple(axis for axis, size in enumerate(shape) if size == dim)
+
+
+def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str) -> None:
+    """Raise ``BadConfig`` where length-aware batching can't be done as it says."""
+    if not scheduling.dynamic:
+        raise BadConfig(f"model '{name}': batching by length needs dynamic batching; set both")
+    if options.dim not in signature.dims or options.dim == signature.batch_dim:
+        others = ", ".join(dim for dim in signature.dims if dim != signature.batch_dim) or "none"
+        raise BadConfig(f"model '{name}': no dim called '{options.dim}' to batch lengths of; there is: {others}")
+    inputs = {spec.name: spec for spec in signature.inputs}
+    if options.mask is not None:
+        if options.mask not in inputs:
+            raise BadConfig(f"model '{name}': the mask '{options.mask}' is not one of its inputs")
+        for size in inputs[options.mask].shape[1:]:
+            if isinstance(size, str) and size != options.dim:
+                raise BadConfig(f"model '{name}': the mask {inputs[options.mask]} can't be made; let clients send it")
+    for what, names, known in (
+        ("padding", options.pad, set(inputs)),
+        ("an output", options.outputs, {spec.name for spec in signature.outputs}),
+    ):
+        for one in names:
+            if known and one not in known:
+                raise BadConfig(f"model '{name}': {what} is given for '{one}', which it doesn't have")
+    if any(axis < 1 for axis in options.outputs.values()):
+        raise BadConfig(f"model '{name}': an output is cut back along an axis from 1 on; axis 0 is the batch")

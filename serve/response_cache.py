@@ -1,0 +1,177 @@
+"""A cache of responses: a request equal to one that was answered gets that answer, and the model isn't run."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from accel.serve.inference import (
+    Answer,
+    Durations,
+    Executor,
+    InferenceRequest,
+    InferenceResponse,
+    ModelStatistics,
+    ServeError,
+    Ticket,
+)
+from accel.serve.queue import request_bytes
+from accel.serve.statistics import Recorder, merged, ns
+
+Key = tuple[int, bytes]
+
+# What an entry holds besides its arrays, about.
+_OVERHEAD = 512
+
+
+class ResponseCache:
+    """At most ``max_bytes`` of outputs; the one that was used least recently goes first. One may serve many models."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._found: OrderedDict[Key, tuple[Mapping[str, np.ndarray], int]] = OrderedDict()
+        self._owners = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def new_owner(self) -> int:
+        """A number for one loaded version: the same version loaded again may have other weights."""
+        return next(self._owners)
+
+    def get(self, key: Key) -> Mapping[str, np.ndarray] | None:
+        """The outputs, not to be written to."""
+        with self._lock:
+            row = self._found.get(key)
+            if row is None:
+                return None
+            self._found.move_to_end(key)
+            return row[0]
+
+    def put(self, key: Key, outputs: Mapping[str, np.ndarray]) -> None:
+        """Keep a copy: what comes from a session is often a part of a larger array, and may be written to."""
+        size = request_bytes(outputs) + _OVERHEAD
+        if size > self.max_bytes:
+            return
+        kept = {name: np.array(value) for name, value in outputs.items()}
+        for value in kept.values():
+            value.flags.writeable = False
+        with self._lock:
+            if key in self._found:
+                self.nbytes -= self._found.pop(key)[1]
+            self._found[key] = (kept, size)
+            self.nbytes += size
+            while self.nbytes > self.max_bytes:
+                _, (_, freed) = self._found.popitem(last=False)
+                self.nbytes -= freed
+
+    def forget(self, owner: int) -> None:
+        """Drop what belongs to a version that was unloaded."""
+        with self._lock:
+            for key in [key for key in self._found if key[0] == owner]:
+                self.nbytes -= self._found.pop(key)[1]
+
+
+def request_digest(request: InferenceRequest, *, name: str, version: str) -> bytes:
+    """A hash of the model, its version, the inputs and the outputs asked for. Cryptographic: a client must not be able
+    to make two requests that collide, since it would choose what others are answered."""
+    digest = hashlib.blake2b(repr((name, version, request.outputs)).encode(), digest_size=32)
+    for key in sorted(request.inputs):
+        value = request.inputs[key]
+        digest.update(repr((key, value.dtype.name, value.shape)).encode())
+        if value.dtype.hasobject:
+            for item in value.flat:
+                data = item if isinstance(item, bytes) else str(item).encode()
+                digest.update(f"{type(item).__name__}{len(data)}:".encode())
+                digest.update(data)
+        elif value.dtype.kind in "US":
+            digest.update(value.tobytes())
+        else:
+            digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+@dataclass
+class _Hit:
+    """The ticket of a request that was answered at once."""
+
+    durations: Durations = field(default_factory=Durations)
+
+    def cancel(self) -> None:
+        """It has its answer."""
+
+
+class CachingExecutor:
+    """``inner`` with a cache before it. Errors are not kept."""
+
+    def __init__(
+        self, inner: Executor, cache: ResponseCache, *, name: str, version: str, clock: Callable[[], float]
+    ) -> None:
+        self.inner = inner
+        self.name = name
+        self.version = version
+        self._cache = cache
+        self._owner = cache.new_owner()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._recorder = Recorder(time.time)
+        self._closed = False
+
+    def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
+        """As the inner executor's; a hit is answered before this returns."""
+        start = self._clock()
+        if self._closed or (request.deadline is not None and request.deadline <= start):
+            return self.inner.submit(request, answer)  # which refuses it
+        key = (self._owner, request_digest(request, name=self.name, version=self.version))
+        outputs = self._cache.get(key)
+        looked_up = ns(self._clock() - start)
+        if outputs is None:
+            return self.inner.submit(request, self._keeping(key, looked_up, answer))
+        hit = _Hit(Durations(total=looked_up))
+        with self._lock:
+            figures = self._recorder.figures
+            figures.received += 1
+            figures.success.add(looked_up)
+            figures.cache_hit.add(looked_up)
+        answer(InferenceResponse(model=self.name, version=self.version, id=request.id, outputs=outputs))
+        return hit
+
+    def _keeping(self, key: Key, looked_up: int, answer: Answer) -> Answer:
+        """``answer``, but a response is put into the cache before."""
+
+        def keep(result: InferenceResponse | ServeError) -> None:
+            start = self._clock()
+            if isinstance(result, InferenceResponse) and not self._closed:
+                self._cache.put(key, result.outputs)
+            with self._lock:
+                self._recorder.figures.cache_miss.add(looked_up + ns(self._clock() - start))
+            answer(result)
+
+        return keep
+
+    def statistics(self) -> ModelStatistics:
+        """A hit counts as received and as success, but not as an inference."""
+        with self._lock:
+            own = self._recorder.copy()
+        return merged(self.inner.statistics(), own)
+
+    def pending(self) -> int:
+        return self.inner.pending()
+
+    def poll(self) -> bool:
+        """The inner executor's step, where it was made without threads."""
+        return bool(self.inner.poll())  # type: ignore[attr-defined]
+
+    def close(self, timeout: float) -> None:
+        self._closed = True
+        self.inner.close(timeout)
+        self._cache.forget(self._owner)

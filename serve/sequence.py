@@ -1,0 +1,413 @@
+"""Stateful models: requests of one sequence in their order, the state kept by the server.
+
+A sequence has at most one request in the executor below; requests of different sequences are batched there. A request
+that fails or is cancelled leaves the state as it was; those of its sequence that already wait behind it, up to the next
+start, fail with it (FAILED_PRECONDITION), because their caller took for granted that it would count.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from accel.errors import BadConfig
+from accel.serve.inference import (
+    Answer,
+    Code,
+    Durations,
+    InferenceRequest,
+    InferenceResponse,
+    ModelStatistics,
+    ServeError,
+    Ticket,
+)
+from accel.serve.instances import QueuedExecutor, Result
+from accel.serve.queue import queue_full, request_bytes
+from accel.serve.scheduling import Scheduling, SequenceBatching
+from accel.serve.statistics import Recorder, merged, ns
+from accel.signature import numpy_dtype
+
+if TYPE_CHECKING:
+    from accel.signature import Signature, TensorSpec
+
+_LOG = logging.getLogger(__name__)
+
+CONTROLS = ("START", "END", "READY", "CORRID")
+
+
+class _Step:
+    """One request of a sequence; the ticket."""
+
+    __slots__ = ("answer", "arrived", "cancelled", "durations", "executor", "nbytes", "request", "sequence", "ticket")
+
+    def __init__(self, executor: SequenceExecutor, request: InferenceRequest, answer: Answer, arrived: float) -> None:
+        self.executor = executor
+        self.request = request
+        self.answer = answer
+        self.arrived = arrived
+        self.durations = Durations()
+        self.nbytes = request_bytes(request.inputs)
+        self.sequence: _Sequence | None = None
+        self.ticket: Ticket | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.executor.cancel(self)
+
+
+class _Sequence:
+    """``running``: the step that the executor below has. ``pumped``: a thread is handing steps on."""
+
+    __slots__ = ("id", "last_used", "open", "pumped", "running", "states", "waiting")
+
+    def __init__(self, sequence_id: int | str) -> None:
+        self.id = sequence_id
+        self.states: dict[str, np.ndarray] | None = None  # None before the first answer
+        self.waiting: deque[_Step] = deque()
+        self.running: _Step | None = None
+        self.pumped = False
+        self.open = False  # the last request that was taken is not the end
+        self.last_used = 0.0
+
+
+class SequenceExecutor:
+    """An ``Executor`` that hands the steps of sequences to ``inner``, with their states and controls as inputs."""
+
+    def __init__(
+        self,
+        inner: QueuedExecutor,
+        signature: Signature,
+        scheduling: Scheduling,
+        options: SequenceBatching,
+        *,
+        name: str,
+        version: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.inner = inner
+        self.name = name
+        self.version = version
+        self._options = options
+        self._scheduling = scheduling
+        self._specs = {spec.name: spec for spec in signature.inputs}
+        self._outputs = tuple(spec.name for spec in signature.outputs)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._sequences: OrderedDict[int | str, _Sequence] = OrderedDict()  # the one used least recently first
+        self._recorder = Recorder()
+        self._waiting = 0
+        self._waiting_bytes = 0
+        self._closing = False
+
+    # Taking requests
+
+    def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
+        """Take the next request of a sequence, or raise ``ServeError``."""
+        step = _Step(self, request, answer, self._clock())
+        with self._lock:
+            try:
+                sequence = self._place(step)
+            except ServeError as error:
+                self._recorder.received()
+                self._recorder.failed(error, ns(self._clock() - step.arrived))
+                raise
+        self._pump(sequence)
+        return step
+
+    def _place(self, step: _Step) -> _Sequence:
+        """Put ``step`` behind the others of its sequence. Called with the lock held."""
+        request, now = step.request, step.arrived
+        self._check(request)
+        self._end_idle(now)
+        sequence = self._sequences.get(request.sequence_id)
+        if not request.sequence_start and (sequence is None or not sequence.open):
+            raise ServeError(
+                Code.INVALID_ARGUMENT,
+                f"inference request for sequence {request.sequence_id} to model '{self.name}' must specify the START "
+                "flag on the first request of the sequence",
+            )
+        limits = self._scheduling
+        if (limits.queue_rows and self._waiting >= limits.queue_rows) or (
+            limits.queue_bytes and self._waiting_bytes + step.nbytes > limits.queue_bytes
+        ):
+            raise queue_full()
+        if sequence is None:
+            if len(self._sequences) >= self._options.max_sequences:
+                raise ServeError(
+                    Code.UNAVAILABLE, f"model '{self.name}' has {self._options.max_sequences} sequences, its maximum"
+                )
+            sequence = self._sequences[request.sequence_id] = _Sequence(request.sequence_id)
+        sequence.open = not request.sequence_end
+        self._used(sequence, now)
+        step.sequence = sequence
+        sequence.waiting.append(step)
+        self._waiting += 1
+        self._waiting_bytes += step.nbytes
+        return sequence
+
+    def _check(self, request: InferenceRequest) -> None:
+        def refused(what: str) -> ServeError:
+            return ServeError(Code.INVALID_ARGUMENT, f"inference request to model '{self.name}' must {what}")
+
+        if self._closing:
+            raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
+        if not request.sequence_id:
+            raise refused("specify a non-zero or non-empty correlation ID")
+        if self._scheduling.max_batch_size:
+            for value in request.inputs.values():
+                if not value.ndim or value.shape[0] != 1:
+                    raise refused("specify batch-size 1 due to requirements of sequence batcher")
+        for name in self._scheduling.server_inputs:
+            if name in request.inputs:
+                raise refused(f"not send '{name}', which the server keeps")
+        if corrid := self._options.controls.get("CORRID"):
+            try:
+                self._control(corrid, request.sequence_id)
+            except (TypeError, ValueError, OverflowError):
+                raise refused(f"specify a correlation ID that fits '{self._specs[corrid]}'") from None
+
+    def _used(self, sequence: _Sequence, now: float) -> None:
+        sequence.last_used = now
+        self._sequences.move_to_end(sequence.id)
+
+    def _end_idle(self, now: float) -> None:
+        """End the sequences that were silent for too long. Called with the lock held."""
+        oldest = now - self._options.max_idle_us / 1e6
+        while self._sequences:
+            sequence = next(iter(self._sequences.values()))
+            if sequence.last_used >= oldest:
+                return
+            if sequence.running is not None or sequence.waiting:
+                self._used(sequence, now)  # not silent: it waits for us
+            else:
+                del self._sequences[sequence.id]
+
+    # Handing them on
+
+    def _pump(self, sequence: _Sequence) -> None:
+        """Hand on what can be. One thread at a time does it for a sequence; an answer that comes inside ``submit`` is
+        followed by a turn of this loop and not by a deeper call."""
+        while True:
+            with self._lock:
+                if sequence.pumped or sequence.running is not None:
+                    return
+                if not sequence.waiting:
+                    if not sequence.open and self._sequences.get(sequence.id) is sequence:
+                        del self._sequences[sequence.id]
+                    self._settled.notify_all()
+                    return
+                step = self._unqueue(sequence, 0)
+                sequence.running = step
+                sequence.pumped = True
+                if step.request.sequence_start:
+                    sequence.states = None
+            try:
+                ticket = self.inner.submit(
+                    self._request(sequence, step.request),
+                    partial(self._answered, sequence, step),
+                    arrived=step.arrived,
+                )
+                step.durations = ticket.durations
+                with self._lock:
+                    step.ticket = ticket
+                    cancelled = step.cancelled
+                if cancelled:
+                    ticket.cancel()
+            except ServeError as error:
+                self._answered(sequence, step, error)
+            finally:
+                with self._lock:
+                    sequence.pumped = False
+
+    def _unqueue(self, sequence: _Sequence, index: int) -> _Step:
+        step = sequence.waiting[index]
+        del sequence.waiting[index]
+        self._waiting -= 1
+        self._waiting_bytes -= step.nbytes
+        return step
+
+    def _request(self, sequence: _Sequence, request: InferenceRequest) -> InferenceRequest:
+        """The request with the inputs that the server makes."""
+        inputs = dict(request.inputs)
+        for name in self._options.states.values():
+            if sequence.states is None:
+                inputs[name] = self._zeros(self._specs[name], request.inputs)
+            else:
+                inputs[name] = sequence.states[name]
+        values: dict[str, int | str] = {
+            "START": int(request.sequence_start),
+            "END": int(request.sequence_end),
+            "READY": 1,
+            "CORRID": request.sequence_id,
+        }
+        for control, name in self._options.controls.items():
+            inputs[name] = self._control(name, values[control])
+        asked = self._outputs if request.outputs is None else request.outputs
+        outputs = (*asked, *(name for name in self._options.states if name not in asked))
+        return replace(request, inputs=inputs, outputs=outputs)
+
+    def _control(self, name: str, value: int | str) -> np.ndarray:
+        spec = self._specs[name]
+        shape = [size if isinstance(size, int) else 1 for size in spec.shape]
+        if spec.dtype == "string":
+            return np.full(shape, str(value), dtype=object)
+        return np.full(shape, np.array(int(value), dtype=numpy_dtype(spec.dtype)))
+
+    def _zeros(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The state of a new sequence. A dynamic dim that the request's inputs have too is as large as theirs; one that
+        only states have (what was seen so far) starts empty."""
+        known = {
+            dim: size
+            for name, value in inputs.items()
+            if name in self._specs
+            for dim, size in zip(self._specs[name].shape, value.shape, strict=False)
+        }
+        shape = [size if isinstance(size, int) else known.get(size, 0) for size in spec.shape]
+        if self._scheduling.max_batch_size:
+            shape[0] = 1
+        return np.full(shape, "", object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))
+
+    # Answering them
+
+    def _answered(self, sequence: _Sequence, step: _Step, result: Result) -> None:
+        failed: list[_Step] = []
+        with self._lock:
+            sequence.running = None
+            if sequence.id in self._sequences:
+                self._used(sequence, self._clock())
+            if isinstance(result, InferenceResponse):
+                asked = step.request.outputs
+                # Copies: what the session gave may be a part of a whole batch.
+                sequence.states = {to: np.array(result.outputs[output]) for output, to in self._options.states.items()}
+                outputs = {
+                    name: value
+                    for name, value in result.outputs.items()
+                    if (name in asked if asked is not None else name not in self._options.states)
+                }
+                result = replace(result, outputs=outputs)
+            else:
+                failed = self._fail_behind(sequence, step, 0)
+        self._give(step, result)
+        self._refuse(failed, step)
+        self._pump(sequence)
+
+    def _give(self, step: _Step, result: Result) -> None:
+        try:
+            step.answer(result)
+        except Exception:
+            _LOG.exception("model %s: an answer could not be delivered", self.name)
+
+    def _fail_behind(self, sequence: _Sequence, step: _Step, index: int) -> list[_Step]:
+        """Take out those that wait from ``index`` on, up to the next start; ``step`` failed before them. Called with
+        the lock held."""
+        failed = []
+        while len(sequence.waiting) > index and not sequence.waiting[index].request.sequence_start:
+            failed.append(self._unqueue(sequence, index))
+        if len(sequence.waiting) == index:
+            ended = any(one.request.sequence_end for one in (step, *failed))
+            begun = sequence.states is not None or sequence.running is not None or bool(sequence.waiting)
+            sequence.open = begun and not ended
+        return failed
+
+    def _refuse(self, failed: Sequence[_Step], first: _Step) -> None:
+        error = ServeError(
+            Code.FAILED_PRECONDITION,
+            f"an earlier request of sequence {first.request.sequence_id} to model '{self.name}' failed",
+        )
+        self._fail(failed, error)
+
+    def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
+        """Answer steps that the inner executor has never had."""
+        for step in steps:
+            with self._lock:
+                self._recorder.received()
+                step.durations.total = ns(self._clock() - step.arrived)
+                self._recorder.failed(error, step.durations.total)
+            self._give(step, error)
+
+    def cancel(self, step: _Step) -> None:
+        """Of the ticket: what waits is answered and not run; what the inner executor has is cancelled there."""
+        sequence = step.sequence
+        assert sequence is not None
+        with self._lock:
+            step.cancelled = True
+            ticket = step.ticket
+            waits = step in sequence.waiting
+            failed: list[_Step] = []
+            if waits:
+                index = sequence.waiting.index(step)
+                self._unqueue(sequence, index)
+                failed = self._fail_behind(sequence, step, index)
+        if waits:
+            self._fail([step], ServeError(Code.CANCELLED, "Request was cancelled"))
+            self._refuse(failed, step)
+            self._pump(sequence)
+        elif ticket is not None:
+            ticket.cancel()
+
+    # Looking at it, ending it
+
+    def statistics(self) -> ModelStatistics:
+        """The inner executor's, with what never got there."""
+        with self._lock:
+            return merged(self.inner.statistics(), self._recorder.copy(self._waiting))
+
+    def pending(self) -> int:
+        with self._lock:
+            return self.inner.pending() + self._waiting
+
+    def sequences(self) -> int:
+        """How many are kept now."""
+        with self._lock:
+            self._end_idle(self._clock())
+            return len(self._sequences)
+
+    def poll(self) -> bool:
+        """The inner executor's step, where it was made without threads."""
+        return self.inner.poll()
+
+    def close(self, timeout: float) -> None:
+        """Take nothing new, run what waits for at most ``timeout`` seconds, fail the rest."""
+        end = time.monotonic() + timeout
+        with self._lock:
+            self._closing = True
+        while not self.inner.threaded and self.poll():
+            pass
+        with self._lock:
+            self._settled.wait_for(lambda: not self._waiting, timeout)
+            left = [step for sequence in self._sequences.values() for step in sequence.waiting]
+            for sequence in self._sequences.values():
+                while sequence.waiting:
+                    self._unqueue(sequence, 0)
+        self._fail(left, ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} was unloaded"))
+        self.inner.close(max(0.0, end - time.monotonic()))
+        with self._lock:
+            self._sequences.clear()
+
+
+def check_sequence(signature: Signature, options: SequenceBatching, *, name: str) -> None:
+    """Raise ``BadConfig`` where the states or controls are not tensors of the model."""
+    inputs, outputs = ({spec.name: spec for spec in specs} for specs in (signature.inputs, signature.outputs))
+    for output, to in options.states.items():
+        if output not in outputs:
+            raise BadConfig(f"model '{name}': the state output '{output}' is not one of its outputs")
+        if to not in inputs:
+            raise BadConfig(f"model '{name}': the state input '{to}' is not one of its inputs")
+        if outputs[output].dtype != inputs[to].dtype:
+            raise BadConfig(f"model '{name}': state '{output}' is not of the dtype of '{to}'; cast one in the model")
+    for control, to in options.controls.items():
+        if control not in CONTROLS:
+            raise BadConfig(f"model '{name}': unknown control '{control}'; use {', '.join(CONTROLS)}")
+        if to not in inputs:
+            raise BadConfig(f"model '{name}': the control input '{to}' is not one of its inputs")
+    if options.max_sequences < 1 or options.max_idle_us < 0:
+        raise BadConfig(f"model '{name}': max_sequences has to be at least 1 and max_idle_us not negative")

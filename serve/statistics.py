@@ -1,0 +1,75 @@
+"""Counting what a model has done, so that the figures add up at any time."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+from accel.serve.inference import Code, Durations, DurationStatistic, ModelStatistics, ServeError
+
+
+class Recorder:
+    """Fills a ``ModelStatistics``. Not thread-safe: its owner holds a lock.
+
+    A cancelled request counts as failed too, so that success + fail = received holds. The batch statistics count
+    executions that succeeded, by their real rows: the sum of size times count is ``inference_count``.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self.figures = ModelStatistics()
+
+    def received(self) -> None:
+        self.figures.received += 1
+
+    def succeeded(self, durations: Durations) -> None:
+        """One request was answered with an inference."""
+        figures = self.figures
+        figures.success.add(durations.total)
+        figures.queue.add(durations.queue)
+        figures.compute_input.add(durations.compute_input)
+        figures.compute_infer.add(durations.compute_infer)
+        figures.compute_output.add(durations.compute_output)
+
+    def failed(self, error: ServeError, ns: int) -> None:
+        """One request was answered with ``error``, ``ns`` after it came."""
+        self.figures.fail.add(ns)
+        if error.code is Code.CANCELLED:
+            self.figures.cancel.add(ns)
+
+    def executed(self, rows: int, durations: Durations, padded: int = 0, real: int = 0) -> None:
+        """The model was run once for ``rows`` rows with that many padding and real tokens."""
+        figures = self.figures
+        figures.padded_tokens += padded
+        figures.real_tokens += real
+        figures.execution_count += 1
+        figures.inference_count += rows
+        figures.last_inference_ms = int(self._wall() * 1000)
+        row = figures.batches.get(rows)
+        if row is None:
+            row = figures.batches[rows] = (DurationStatistic(), DurationStatistic(), DurationStatistic())
+        row[0].add(durations.compute_input)
+        row[1].add(durations.compute_infer)
+        row[2].add(durations.compute_output)
+
+    def copy(self, queue_depth: int = 0) -> ModelStatistics:
+        """As it is now."""
+        found = copy.deepcopy(self.figures)
+        found.queue_depth = queue_depth
+        return found
+
+
+def ns(seconds: float) -> int:
+    """Whole nanoseconds, never fewer than none."""
+    return max(0, round(seconds * 1e9))
+
+
+def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
+    """``inner`` with the requests that ``outer``, an executor before it, answered without it."""
+    for name in ("success", "fail", "cancel", "cache_hit", "cache_miss"):
+        further: DurationStatistic = getattr(outer, name)
+        getattr(inner, name).add(further.ns, further.count)
+    inner.received += outer.received
+    inner.queue_depth += outer.queue_depth
+    return inner

@@ -1,0 +1,150 @@
+"""Decoupled models: parts as they come, one end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_sessions import POISON, SIGNATURE, FakeSession, request
+
+from accel.errors import BadConfig
+from accel.serve.decoupled import DecoupledExecutor
+from accel.serve.executor import make_executor
+from accel.serve.inference import InferenceRequest, InferenceResponse, ServeError
+from accel.serve.scheduling import Scheduling
+from accel.signature import Feeds
+
+
+class Streaming(FakeSession):
+    """As many parts as the first value says; a poisonous row raises after the second part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+        self.freed = 0
+
+    def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
+        x = feeds["x"]
+        self.runs.append(np.array(x))
+        poison = (x == POISON).any()
+        try:
+            for i in range(2 if poison else int(x[0, 1])):
+                self.given += 1
+                yield {"y": x + i, "z": x.sum(1)}
+            if poison:
+                raise RuntimeError("poison")
+        finally:
+            self.freed += 1
+
+
+def decoupled(**options: Any) -> tuple[DecoupledExecutor, Streaming]:
+    session = Streaming()
+    executor = make_executor(
+        SIGNATURE, Scheduling(max_batch_size=4, decoupled=True, **options), lambda: session, name="m", version="1",
+        start=False,
+    )  # fmt: skip
+    assert isinstance(executor, DecoupledExecutor)
+    return executor, session
+
+
+def ask(executor: DecoupledExecutor, asked: InferenceRequest) -> list[InferenceResponse | ServeError]:
+    answers: list[InferenceResponse | ServeError] = []
+    executor.submit(asked, answers.append)
+    return answers
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_parts_then_the_end(parts: int) -> None:
+    """Fails if a part is lost, held back until the next, or the end is missing or comes twice."""
+    executor, session = decoupled(dynamic=True, allowed=(2, 4))
+    answers = ask(executor, request(parts))
+    assert not answers, "streams run on the instance's thread, not on the caller's"
+    assert executor.poll()
+    finals = []
+    for i, answer in enumerate(answers):
+        assert isinstance(answer, InferenceResponse)
+        finals.append(answer.final)
+        assert (answer.model, answer.id) == ("m", str(parts))
+        if not answer.final:
+            np.testing.assert_array_equal(answer.outputs["y"], request(parts).inputs["x"] + i)
+        else:
+            assert not answer.outputs
+    assert finals == [False] * parts + [True]
+    assert session.sizes == [2], "filled up to a size that the model takes"
+    found = executor.statistics()
+    assert (found.received, found.success.count, found.inference_count) == (1, 1, 1)
+
+
+def test_requests_are_not_mixed() -> None:
+    """Fails if two callers share a stream."""
+    executor, session = decoupled(dynamic=True)
+    both = [ask(executor, request(n)) for n in (1, 2)]
+    while executor.poll():
+        pass
+    assert session.sizes == [1, 1]
+    assert [len(answers) for answers in both] == [2, 3]
+
+
+def test_a_stream_that_breaks() -> None:
+    """Fails if an error after some parts is swallowed, or followed by an end."""
+    executor, _ = decoupled()
+    answers = ask(executor, request(POISON))
+    executor.poll()
+    assert [getattr(answer, "final", "error") for answer in answers] == [False, False, "error"]
+    assert isinstance(answers[-1], ServeError)
+    assert executor.statistics().fail.count == 1
+
+
+def test_cancelling_a_stream() -> None:
+    """Fails if a stream is computed to its end for nobody, its generator stays open, or something follows."""
+    executor, session = decoupled()
+    answers: list[InferenceResponse | ServeError] = []
+
+    def answer(result: InferenceResponse | ServeError) -> None:
+        answers.append(result)
+        if len(answers) == 2:
+            ticket.cancel()
+
+    ticket = executor.submit(request(100), answer)
+    waiting = ask(executor, request(5))
+    executor.poll()
+    assert len(answers) == 3
+    assert isinstance(answers[-1], ServeError)
+    assert answers[-1].code.name == "CANCELLED"
+    assert (session.given, session.freed) == (3, 1)
+    ticket.cancel()
+    assert not waiting
+    second = executor.submit(request(9), answers.append)
+    second.cancel()
+    assert isinstance(answers[-1], ServeError)
+    while executor.poll():
+        pass
+    assert len(waiting) == 6
+    assert executor.statistics().cancel.count == 2
+    assert 9 not in [rows[0, 1] for rows in session.runs]
+
+
+def test_an_expired_stream_never_runs() -> None:
+    """Fails if a stream is begun after its deadline."""
+    now = [0.0]
+    session = Streaming()
+    executor = make_executor(
+        SIGNATURE, Scheduling(max_batch_size=4, decoupled=True), lambda: session, name="m", version="1",
+        start=False, clock=lambda: now[0],
+    )  # fmt: skip
+    assert isinstance(executor, DecoupledExecutor)
+    answers = ask(executor, request(1, deadline=1.0))
+    now[0] = 1.0
+    executor.poll()
+    assert [getattr(answer, "code", None) and answer.code.name for answer in answers] == ["DEADLINE_EXCEEDED"]  # type: ignore[union-attr]
+    assert not session.runs
+
+
+def test_a_session_that_cannot_stream() -> None:
+    """Fails if that only shows at the first request, or the session stays open."""
+    session = FakeSession()
+    with pytest.raises(BadConfig, match="no stream"):
+        make_executor(SIGNATURE, Scheduling(decoupled=True), lambda: session, name="m", version="1")
+    assert session.closed == 1

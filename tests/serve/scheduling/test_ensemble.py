@@ -1,0 +1,200 @@
+"""Ensembles: the order of the steps follows from their tensors, and a failure says where it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
+
+from accel.errors import BadConfig
+from accel.serve.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
+from accel.serve.executor import make_executor
+from accel.serve.inference import Code, Executor, InferenceResponse, ServeError, infer
+from accel.serve.instances import QueuedExecutor
+from accel.serve.scheduling import Scheduling
+from accel.signature import Signature, TensorSpec
+
+WHOLE = Signature(
+    SIGNATURE.inputs, (TensorSpec("y", "float32", ("batch", 2)), TensorSpec("side", "float32", ("batch",)))
+)
+
+
+def model(name: str, eager: bool = True, start: bool = False) -> tuple[QueuedExecutor, FakeSession]:
+    session = FakeSession()
+    executor = make_executor(
+        SIGNATURE, Scheduling(max_batch_size=8, dynamic=True, eager=eager), lambda: session, name=name, version="1",
+        start=start,
+    )  # fmt: skip
+    assert isinstance(executor, QueuedExecutor)
+    return executor, session
+
+
+def doubling(model: str, takes: str, gives: str, side: str | None = None) -> EnsembleStep:
+    """A step that doubles tensor ``takes`` into ``gives``; ``side`` gets the sums of its rows."""
+    return EnsembleStep(model=model, input_map={"x": takes}, output_map={"y": gives} | ({"z": side} if side else {}))
+
+
+# Written in the wrong order: the tensors say which comes first.
+DIAMOND = Ensemble(
+    steps=(
+        doubling("last", "four", "y"),
+        doubling("left", "two", "four"),
+        doubling("right", "two", "unused", side="side"),
+        doubling("first", "x", "two"),
+    )
+)
+
+
+def ensemble(steps: Ensemble = DIAMOND, **models: Executor) -> EnsembleExecutor:
+    def find(name: str, version: str) -> Executor:
+        if name not in models:
+            raise ServeError(Code.NOT_FOUND, f"unknown model '{name}'")
+        return models[name]
+
+    return EnsembleExecutor(WHOLE, steps, find, name="e", version="1", max_batch_size=8)
+
+
+@pytest.fixture
+def models() -> dict[str, QueuedExecutor]:
+    return {name: model(name)[0] for name in ("first", "left", "right", "last")}
+
+
+def test_steps_run_when_their_inputs_are_there(models: dict[str, QueuedExecutor]) -> None:
+    """Fails if steps run in the order they are written in, or a tensor gets to the wrong one."""
+    executor = ensemble(**models)
+    asked = request(3, rows=2)
+    response = infer(executor, asked, timeout=0)
+    np.testing.assert_array_equal(response.outputs["y"], asked.inputs["x"] * 8)
+    np.testing.assert_array_equal(response.outputs["side"], asked.inputs["x"].sum(1) * 2)
+    assert list(response.outputs) == ["y", "side"]
+    assert (response.model, response.id) == ("e", "3")
+    assert list(infer(executor, request(1, outputs=("side",)), timeout=0).outputs) == ["side"]
+    found = executor.statistics()
+    assert (found.received, found.success.count, found.inference_count) == (2, 2, 3)
+    assert found.compute_infer.ns > 0
+    assert [m.statistics().success.count for m in models.values()] == [2] * 4
+
+
+def test_a_failing_step(models: dict[str, QueuedExecutor]) -> None:
+    """Fails if the error doesn't say which step it was, the caller gets two answers, or a later step is run."""
+    caller = Caller(ensemble(**models), request(POISON))
+    assert caller.code == "INTERNAL"
+    assert str(caller.answer) == "in ensemble 'e', step 'first': model 'first' failed: poison"
+    assert models["last"].statistics().received == 0
+
+
+def test_a_step_that_is_not_there(models: dict[str, QueuedExecutor]) -> None:
+    """Fails if a model that isn't loaded leaves the caller without an answer, or the other steps run for nothing."""
+    del models["right"]
+    caller = Caller(ensemble(**models), request(1))
+    assert caller.code == "NOT_FOUND"
+    assert models["last"].statistics().success.count == 0
+
+
+def test_cancelling_cancels_the_steps() -> None:
+    """Fails if the steps under way go on for nobody."""
+    parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
+    executor = ensemble(**{name: part[0] for name, part in parts.items()})
+    caller = Caller(executor, request(1))
+    assert parts["first"][0].poll()
+    assert [parts[name][0].pending() for name in ("left", "right")] == [1, 1]
+    caller.ticket.cancel()
+    caller.ticket.cancel()
+    assert caller.code == "CANCELLED"
+    assert [parts[name][0].pending() for name in ("left", "right")] == [0, 0]
+    assert (executor.pending(), executor.statistics().cancel.count) == (0, 1)
+
+
+def test_a_long_chain() -> None:
+    """Fails if each step is run inside the answer of the one before: the stack would overflow."""
+    steps = tuple(doubling("m", f"t{i}" if i else "x", f"t{i + 1}") for i in range(600))
+    whole = Signature(SIGNATURE.inputs, (TensorSpec("t600", "float32", ("batch", 2)),))
+    executor = EnsembleExecutor(whole, Ensemble(steps=steps), lambda *_: model("m")[0], name="e", version="1")
+    response = infer(executor, request(0), timeout=0)
+    assert not response.outputs["t600"].any()
+
+
+def test_real_threads() -> None:
+    """Fails if an answer that comes on another thread, at any moment, loses a step or is taken twice."""
+    parts = {name: model(name, start=True)[0] for name in ("first", "left", "right", "last")}
+    executor = ensemble(**parts)
+    wrong: list[Any] = []
+
+    def ask(thread: int) -> None:
+        for i in range(40):
+            asked = request(thread * 100 + i)
+            try:
+                response = infer(executor, asked, timeout=20)
+                np.testing.assert_array_equal(response.outputs["y"], asked.inputs["x"] * 8)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=(t,)) for t in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert executor.statistics().success.count == 320
+    executor.close(5)
+    for part in parts.values():
+        part.close(5)
+
+
+def test_closing() -> None:
+    """Fails if a request whose step never ends is left without an answer, or the models are closed with it."""
+    parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
+    executor = ensemble(**{name: part[0] for name, part in parts.items()})
+    caller = Caller(executor, request(1))
+    executor.close(0.0)
+    assert caller.code == "UNAVAILABLE"
+    assert Caller(executor, request(2)).code == "UNAVAILABLE"
+    assert parts["first"][1].closed == 0
+    found = executor.statistics()
+    assert found.received == found.fail.count == 2
+
+
+def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
+    """Fails if a request that can't be answered starts any step."""
+    executor = ensemble(**models)
+    assert Caller(executor, request(1, deadline=0.0)).code == "DEADLINE_EXCEEDED"
+    assert Caller(executor, request(1, outputs=("two",))).code == "INVALID_ARGUMENT"
+    assert models["first"].statistics().received == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ((), "no steps"),
+        ((doubling("a", "nowhere", "y", "side"),), "needs tensor 'nowhere', which no step makes"),
+        ((doubling("a", "x", "y"),), "no step makes its output 'side'"),
+        (
+            (doubling("a", "x", "y", "side"), doubling("b", "x", "y")),
+            "tensor 'y' comes from step 'a' and from step 'b'",
+        ),
+        ((doubling("a", "x", "x"),), "tensor 'x' comes from the request"),
+        ((doubling("a", "q", "p"), doubling("b", "p", "q"), doubling("c", "q", "y", "side")), "a, b, c wait for each"),
+        ((doubling("a", "y", "y", "side"),), "a wait for each other"),
+        ((EnsembleStep(model="a", input_map={"x": "x"}, output_map={}),), "makes no tensor"),
+    ],
+)
+def test_steps_that_cannot_be_run(steps: tuple[EnsembleStep, ...], text: str) -> None:
+    """Fails if an ensemble that would wait for ever, or mix up tensors, is taken."""
+    with pytest.raises(BadConfig, match=text):
+        ensemble(Ensemble(steps=steps))
+
+
+def test_a_decoupled_step_is_refused(models: dict[str, QueuedExecutor]) -> None:
+    """Fails if only the first part of a stream is taken for the whole."""
+
+    class Streaming:
+        def submit(self, request: Any, answer: Callable[[Any], None]) -> Any:
+            answer(InferenceResponse(model="left", version="1", outputs={}, final=False))
+            return model("left")[0].submit(request, lambda _: None)
+
+    caller = Caller(ensemble(**{**models, "left": Streaming()}), request(1))  # type: ignore[dict-item]
+    assert caller.code == "UNIMPLEMENTED"

@@ -1,0 +1,338 @@
+"""Batching by length: the cut, the cost table, padding and cutting back, and that nobody's result changes by it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_sessions import Caller, FakeClock, FakeSession, run_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.artifact import Artifact
+from accel.errors import BadConfig
+from accel.runtimes.base import SessionOptions, get_runtime
+from accel.serve.cost_table import CostTable, grid, measure_costs
+from accel.serve.executor import make_executor
+from accel.serve.inference import InferenceRequest, InferenceResponse
+from accel.serve.instances import QueuedExecutor
+from accel.serve.lengths import best_cut
+from accel.serve.scheduling import LengthBatching, Scheduling
+from accel.signature import DimRange, Feeds, Signature, TensorSpec
+
+TEXT = Signature(
+    (
+        TensorSpec("ids", "int64", ("batch", "length"), (0, 99)),
+        TensorSpec("mask", "int64", ("batch", "length")),
+        TensorSpec("scale", "float32", ("batch", 1)),
+    ),
+    (TensorSpec("sum", "float32", ("batch",)), TensorSpec("each", "float32", ("batch", 2, "length"))),
+    {"batch": DimRange(1, 1, 8), "length": DimRange(1, 8, 64)},
+)
+LENGTHS = LengthBatching(dim="length", mask="mask", pad={"ids": 77})
+COSTS = CostTable.proportional(4)
+
+
+class TextSession(FakeSession):
+    """Sum of the ids under the mask, and each id twice. Padding that isn't masked would change the sum."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+        self.feeds: list[Feeds] = []
+
+    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        self.feeds.append(dict(feeds))
+        ids, mask = feeds["ids"], feeds["mask"]
+        assert ids.shape == mask.shape
+        each = np.stack([ids, ids], axis=1).astype(np.float32)
+        return {"sum": ((ids * mask).sum(1) * feeds["scale"][:, 0]).astype(np.float32), "each": each}
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [feeds["ids"].shape for feeds in self.feeds]
+
+
+def text(number: int, length: int, rows: int = 1, *, mask: bool = False) -> InferenceRequest:
+    rng = np.random.default_rng(number)
+    inputs = {
+        "ids": rng.integers(1, 99, (rows, length)),
+        "scale": np.full((rows, 1), number + 1, np.float32),
+    }
+    if mask:
+        inputs["mask"] = np.ones((rows, length), np.int64)
+        inputs["mask"][:, 0] = 0
+    return InferenceRequest(model="m", id=str(number), inputs=inputs)
+
+
+def check(caller: Caller) -> None:
+    assert isinstance(caller.answer, InferenceResponse)
+    inputs = caller.request.inputs
+    ids, mask = inputs["ids"], inputs.get("mask", np.ones_like(inputs["ids"]))
+    np.testing.assert_allclose(caller.answer.outputs["sum"], (ids * mask).sum(1) * inputs["scale"][:, 0])
+    np.testing.assert_array_equal(caller.answer.outputs["each"], np.stack([ids, ids], axis=1))
+
+
+def by_length(**options: Any) -> tuple[QueuedExecutor, TextSession, FakeClock]:
+    session, clock = TextSession(), FakeClock()
+    scheduling = Scheduling(**{"max_batch_size": 8, "dynamic": True, "eager": False, "lengths": LENGTHS} | options)
+    executor = make_executor(
+        TEXT, scheduling, lambda: session, name="m", version="1", clock=clock, start=False, costs=COSTS
+    )
+    assert isinstance(executor, QueuedExecutor)
+    return executor, session, clock
+
+
+def all_cuts(count: int) -> list[list[tuple[int, int]]]:
+    found = []
+    for inner in itertools.product([False, True], repeat=count - 1):
+        ends = [i + 1 for i, cut in enumerate(inner) if cut] + [count]
+        found.append(list(zip([0, *ends[:-1]], ends, strict=True)))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 3)), min_size=1, max_size=8),
+    st.integers(3, 8),
+    st.integers(0, 200),
+)
+def test_no_cut_is_cheaper(requests: list[tuple[int, int]], limit: int, overhead: int) -> None:
+    """Against every cut there is. Fails if the dynamic programme misses the best one or makes a batch too large."""
+    requests.sort()
+    lengths, rows = [r[0] for r in requests], [r[1] for r in requests]
+    table = CostTable.proportional(overhead)
+
+    def cost(cut: Sequence[tuple[int, int]]) -> float:
+        return sum(float(table.by_rows(lengths[end - 1], limit)[sum(rows[begin:end])]) for begin, end in cut)
+
+    fits = [cut for cut in all_cuts(len(rows)) if all(sum(rows[b:e]) <= limit for b, e in cut)]
+    found = best_cut(lengths, rows, limit, lambda length: table.by_rows(length, limit))
+    assert found in fits
+    assert cost(found) == pytest.approx(min(map(cost, fits)))
+
+
+def test_short_ones_are_not_padded_to_a_long_one() -> None:
+    """Fails if they are, if the request that waited longest isn't in the first batch, or a result changes."""
+    executor, session, _ = by_length()
+    callers = [Caller(executor, text(i, n)) for i, n in enumerate((50, 3, 4, 49, 3, 2))]
+    run_all(executor)
+    assert session.shapes == [(2, 50), (4, 4)]
+    for caller in callers:
+        check(caller)
+    found = executor.statistics()
+    assert (found.real_tokens, found.padded_tokens) == (111, 1 + 4)
+
+
+def test_a_dear_run_is_shared() -> None:
+    """Fails if the cost of starting a run isn't weighed against padding: many runs where one is cheaper."""
+    session = TextSession()
+    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=LENGTHS)
+    executor = make_executor(
+        TEXT, scheduling, lambda: session, name="m", version="1", start=False, costs=CostTable.proportional(1000)
+    )
+    callers = [Caller(executor, text(i, n)) for i, n in enumerate((50, 3, 4, 49, 3, 2))]
+    assert isinstance(executor, QueuedExecutor)
+    run_all(executor)
+    assert session.shapes == [(6, 50)]
+    for caller in callers:
+        check(caller)
+
+
+def test_the_delay_bound() -> None:
+    """Fails if a long request waits for long company after its time, or a batch starts before anybody's time is up."""
+    executor, session, clock = by_length(max_delay_us=1000)
+    Caller(executor, text(0, 60))
+    for i in range(1, 6):
+        clock.now += 0.0001
+        Caller(executor, text(i, 3))
+    assert not executor.poll()
+    clock.now += 0.0005
+    assert executor.poll()
+    assert session.shapes == [(1, 60)], "the oldest, alone: nobody is like it"
+    clock.now += 0.0001
+    assert executor.poll()
+    assert session.shapes[1:] == [(5, 3)]
+
+
+def test_enough_company_is_not_waited_for() -> None:
+    """Fails if an idle instance waits although as many requests wait as fit into a batch."""
+    executor, session, _ = by_length(max_delay_us=10**6)
+    for i in range(8):
+        Caller(executor, text(i, 5))
+    assert executor.poll()
+    assert session.shapes == [(8, 5)]
+
+
+def test_a_mask_is_made_and_a_sent_one_kept() -> None:
+    """Fails if a caller's own mask is replaced, none is made, or padding is not masked."""
+    executor, session, _ = by_length()
+    sent = ((5, True), (4, False), (3, True))
+    callers = [Caller(executor, text(i, n, mask=mask)) for i, (n, mask) in enumerate(sent)]
+    run_all(executor)
+    assert session.shapes == [(3, 5)]
+    ran = session.feeds[0]
+    by_id = dict(zip((ran["scale"][:, 0] - 1).astype(int).tolist(), ran["mask"], strict=True))
+    assert by_id[0].tolist() == [0, 1, 1, 1, 1]
+    assert by_id[1].tolist() == [1, 1, 1, 1, 0]
+    assert by_id[2].tolist() == [0, 1, 1, 0, 0]
+    assert 77 in ran["ids"]
+    for caller in callers:
+        check(caller)
+    alone, session, _ = by_length(eager=True)
+    check(Caller(alone, text(1, 6)))
+    assert session.feeds[0]["mask"].tolist() == [[1] * 6]
+
+
+def test_sizes_are_part_of_the_cost() -> None:
+    """Every run has eight rows. Fails if the cut takes two such runs for as cheap as two small ones, or if what fills
+    them up isn't a row that the model is known to take."""
+    executor, session, _ = by_length(allowed=(8,))
+    callers = [Caller(executor, text(i, n)) for i, n in enumerate((3, 50, 3))]
+    run_all(executor)
+    assert session.shapes == [(8, 50)]
+    for rows in session.feeds[0].values():
+        assert (rows[3:] == rows[2]).all()
+    for caller in callers:
+        check(caller)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 3), st.booleans()), min_size=1, max_size=20),
+    st.sampled_from([None, (2, 4), (3, 8), (8,)]),
+)
+def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tuple[int, ...] | None) -> None:
+    """Fails if padding, filling up or cutting back reaches any caller, or a size isn't allowed."""
+    executor, session, _ = by_length(allowed=allowed)
+    callers = [Caller(executor, text(i, n, rows, mask=mask)) for i, (n, rows, mask) in enumerate(requests)]
+    run_all(executor)
+    for caller in callers:
+        check(caller)
+    assert all(shape[0] in (allowed or range(1, 9)) for shape in session.shapes)
+    found = executor.statistics()
+    assert found.real_tokens == sum(n * rows for n, rows, _ in requests)
+    assert found.real_tokens + found.padded_tokens == sum(rows * length for rows, length in session.shapes)
+
+
+def test_an_output_that_does_not_keep_the_length() -> None:
+    """A model that halves the sequence: it can't be cut back. Fails if a caller gets a part that isn't its own."""
+
+    class Halving(TextSession):
+        def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+            found = super().run(feeds)
+            return found | {"each": found["each"][:, :, ::2]}
+
+    session = Halving()
+    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=LENGTHS)
+    executor = make_executor(TEXT, scheduling, lambda: session, name="m", version="1", start=False, costs=COSTS)
+    callers = [Caller(executor, text(i, n)) for i, n in enumerate((8, 9))]
+    assert isinstance(executor, QueuedExecutor)
+    run_all(executor)
+    for caller, width in zip(callers, (4, 5), strict=True):
+        assert isinstance(caller.answer, InferenceResponse)
+        assert caller.answer.outputs["each"].shape == (1, 2, width)
+
+
+def test_lengths_that_differ_inside_a_request() -> None:
+    """Fails if a request that contradicts itself reaches the session."""
+    executor, session, _ = by_length()
+    asked = text(1, 5)
+    asked.inputs["mask"] = np.ones((1, 4), np.int64)  # type: ignore[index]
+    assert Caller(executor, asked).code == "INVALID_ARGUMENT"
+    assert not session.feeds
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dynamic", "text"),
+    [
+        (LengthBatching(dim="width"), True, "no dim called 'width'.* length"),
+        (LengthBatching(dim="batch"), True, "no dim called 'batch'"),
+        (LengthBatching(dim="length", mask="nope"), True, "'nope' is not one of its inputs"),
+        (LengthBatching(dim="length", pad={"nope": 1}), True, "padding is given for 'nope'"),
+        (LengthBatching(dim="length", outputs={"each": 0}), True, "axis 0"),
+        (LengthBatching(dim="length"), False, "dynamic"),
+    ],
+)
+def test_options_that_cannot_be(lengths: LengthBatching, dynamic: bool, text: str) -> None:
+    """Fails if a config that would give wrong results is taken."""
+    scheduling = Scheduling(max_batch_size=4, dynamic=dynamic, lengths=lengths)
+    with pytest.raises(BadConfig, match=text):
+        make_executor(TEXT, scheduling, TextSession, name="m", version="1", start=False)
+
+
+class SlowText(TextSession):
+    """Takes as long, on the clock, as a small transformer would."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        rows, length = feeds["ids"].shape
+        self.clock.now += 0.001 + 0.0001 * rows * length + 0.00001 * rows * length**2
+        return super().run(feeds)
+
+
+@pytest.mark.parametrize("budget", [1e9, 0.1])
+def test_costs_are_measured(budget: float) -> None:
+    """Fails if the table isn't what the session takes, or if what there was no time for is guessed badly or run
+    nevertheless."""
+    clock = FakeClock()
+    session = SlowText(clock)
+    before = clock.now
+    table = measure_costs(
+        session, dim="length", batch="batch", sizes=grid(1, 8), lengths=grid(1, 64), budget=budget, clock=clock
+    )
+    if budget < 1:
+        assert clock.now - before < 0.3
+        assert len(session.feeds) < 2 * 4 * 7
+    for rows, length in ((1, 8), (8, 64), (3, 20)):
+        real = 0.001 + 0.0001 * rows * length + 0.00001 * rows * length**2
+        assert table.by_rows(length, 8)[rows] == pytest.approx(real, rel=0.3)
+    assert grid(8, 100) == [8, 16, 32, 64, 100]
+    assert grid(4, 4) == [4]
+
+
+def texts_of_many_lengths(count: int) -> list[np.ndarray]:
+    """Token ids of what people judged (documents and word pairs), each at its own length, in a mixed order."""
+    from accel.examples import minilm
+
+    found = []
+    for part in minilm.evaluation_data(256).values():
+        for ids, mask in zip(part["input_ids"], part["attention_mask"], strict=True):
+            found.append(ids[: mask.sum()])
+    rng = np.random.default_rng(0)
+    rng.shuffle(documents := found[:50])
+    rng.shuffle(words := found[50:])
+    mixed = documents[: count // 2] + words[: count - count // 2]
+    rng.shuffle(mixed)
+    return mixed
+
+
+@pytest.mark.slow
+def test_minilm(minilm: Artifact) -> None:
+    """The real model on real texts: fails if batching by length changes an embedding by more than rounding, or doesn't
+    at least halve the padding of batches in the order of arrival."""
+    texts = texts_of_many_lengths(64)
+    session = get_runtime("onnxruntime").open(minilm, SessionOptions(threads=1))
+    lengths = LengthBatching(dim="sequence", mask="attention_mask")
+    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=lengths)
+    alone = [session.run({"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}) for ids in texts]
+    executor = make_executor(minilm.signature, scheduling, lambda: session, name="minilm", version="1", start=False)
+    assert isinstance(executor, QueuedExecutor)
+    callers = [Caller(executor, InferenceRequest(model="minilm", inputs={"input_ids": ids[None]})) for ids in texts]
+    run_all(executor)
+    for caller, expected in zip(callers, alone, strict=True):
+        assert isinstance(caller.answer, InferenceResponse)
+        got = caller.answer.outputs["embedding"]
+        assert np.linalg.norm(got - expected["embedding"]) / np.linalg.norm(expected["embedding"]) < 1e-5
+    found = executor.statistics()
+    sizes = [len(ids) for ids in texts]
+    in_order = sum(8 * max(sizes[i : i + 8]) for i in range(0, len(sizes), 8)) - sum(sizes)
+    assert found.real_tokens == sum(sizes)
+    assert found.padded_tokens * 2 <= in_order, (found.padded_tokens, in_order, found.batches.keys())
+    assert found.execution_count < len(texts) / 2, "the padding is not saved by running each text alone"
+    executor.close(1.0)

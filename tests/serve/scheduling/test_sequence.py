@@ -1,0 +1,320 @@
+"""Stateful models: order inside a sequence, the state that the server keeps, controls, ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_sessions import Caller, FakeClock, FakeSession
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.errors import BadConfig
+from accel.serve.executor import make_executor
+from accel.serve.inference import InferenceRequest, InferenceResponse
+from accel.serve.scheduling import Scheduling, SequenceBatching
+from accel.serve.sequence import SequenceExecutor
+from accel.signature import Feeds, Signature, TensorSpec
+
+COUNTING = Signature(
+    (
+        TensorSpec("x", "float32", ("batch", 1)),
+        TensorSpec("sum_in", "float32", ("batch", 1)),
+        TensorSpec("seen_in", "float32", ("batch", "past")),
+        TensorSpec("start", "int32", ("batch", 1)),
+        TensorSpec("id", "int64", ("batch", 1)),
+    ),
+    (
+        TensorSpec("sum", "float32", ("batch", 1)),
+        TensorSpec("sum_out", "float32", ("batch", 1)),
+        TensorSpec("seen_out", "float32", ("batch", "more")),
+    ),
+)
+SEQUENCE = SequenceBatching(
+    states={"sum_out": "sum_in", "seen_out": "seen_in"},
+    controls={"START": "start", "CORRID": "id"},
+    max_idle_us=1_000_000,
+    max_sequences=4,
+)
+BAD = -1.0
+
+
+class Summing(FakeSession):
+    """The sum of a sequence so far. A row of -1 raises."""
+
+    def __init__(self) -> None:
+        super().__init__(COUNTING)
+        self.feeds: list[Feeds] = []
+
+    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        self.feeds.append(dict(feeds))
+        if self.during is not None:
+            self.during()
+        if (feeds["x"] == BAD).any():
+            raise RuntimeError("bad row")
+        total = feeds["sum_in"] + feeds["x"]
+        return {"sum": total, "sum_out": total, "seen_out": np.concatenate([feeds["seen_in"], feeds["x"]], axis=1)}
+
+
+def make(**options: Any) -> tuple[SequenceExecutor, Summing, FakeClock]:
+    session, clock = Summing(), FakeClock()
+    scheduling = Scheduling(**{"max_batch_size": 8, "dynamic": True, "eager": False, "sequence": SEQUENCE} | options)
+    executor = make_executor(COUNTING, scheduling, lambda: session, name="m", version="1", clock=clock, start=False)
+    assert isinstance(executor, SequenceExecutor)
+    return executor, session, clock
+
+
+def step(sequence: int | str, x: float, flags: str = "", *, rows: int = 1, name: str = "x") -> InferenceRequest:
+    """``flags``: s for start, e for end."""
+    return InferenceRequest(
+        model="m",
+        inputs={name: np.full((rows, 1), x, np.float32)},
+        sequence_id=sequence,
+        sequence_start="s" in flags,
+        sequence_end="e" in flags,
+    )
+
+
+def total(caller: Caller) -> float:
+    assert isinstance(caller.answer, InferenceResponse)
+    return float(caller.answer.outputs["sum"][0, 0])
+
+
+def run_all(executor: SequenceExecutor) -> None:
+    while executor.poll():
+        pass
+
+
+def test_the_state_is_kept() -> None:
+    """Fails if the state of one sequence reaches another, isn't zero at the start, or is sent to the client; or if two
+    sequences are not batched, or two steps of one are."""
+    executor, session, _ = make()
+    callers = [Caller(executor, step(*what)) for what in ((7, 1, "s"), (8, 10, "s"), (7, 2), (8, 20), (7, 3, "e"))]
+    run_all(executor)
+    assert [total(caller) for caller in callers] == [1, 10, 3, 30, 6]
+    assert [len(feeds["x"]) for feeds in session.feeds] == [2, 2, 1]
+    assert session.feeds[1]["start"].tolist() == [[0], [0]]
+    assert session.feeds[0]["start"].tolist() == [[1], [1]]
+    assert session.feeds[2]["id"].tolist() == [[7]]
+    assert session.feeds[2]["seen_in"].tolist() == [[1, 2]]
+    assert session.feeds[0]["seen_in"].shape == (2, 0)
+    assert isinstance(callers[0].answer, InferenceResponse)
+    assert list(callers[0].answer.outputs) == ["sum"]
+    assert executor.sequences() == 1
+
+
+def test_start_begins_anew() -> None:
+    """Fails if a second start goes on with the state of the first."""
+    executor, _, _ = make()
+    callers = [Caller(executor, step(1, x, flags)) for x, flags in ((5, "s"), (6, "s"), (7, ""))]
+    run_all(executor)
+    assert [total(caller) for caller in callers] == [5, 6, 13]
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (step(0, 1, "s"), "non-zero or non-empty correlation ID"),
+        (step("", 1, "s"), "non-zero or non-empty correlation ID"),
+        (step(5, 1), "must specify the START flag on the first request"),
+        (step("text", 1, "s"), "correlation ID that fits"),
+        (step(1 << 63, 1, "s"), "correlation ID that fits"),
+        (step(1, 1, "s", rows=2), "batch-size 1"),
+        (step(1, 1, "s", name="sum_in"), "not send 'sum_in'"),
+    ],
+)  # fmt: skip
+def test_refused(asked: InferenceRequest, text: str) -> None:
+    """Fails if a request without a place in a sequence is run or not counted."""
+    executor, session, _ = make()
+    caller = Caller(executor, asked)
+    assert caller.code == "INVALID_ARGUMENT"
+    assert text in str(caller.refused)
+    assert (executor.statistics().received, executor.statistics().fail.count) == (1, 1)
+    assert not session.feeds
+
+
+def test_after_the_end() -> None:
+    """Fails if a sequence goes on after its end, or its state stays in memory."""
+    executor, _, _ = make()
+    first = Caller(executor, step(1, 1, "se"))
+    assert Caller(executor, step(1, 2)).code == "INVALID_ARGUMENT", "the end was taken, even if it has not run"
+    run_all(executor)
+    assert first.code == "OK"
+    assert executor.sequences() == 0
+
+
+def test_a_silent_sequence_ends() -> None:
+    """Fails if a sequence outlives ``max_idle_us``, or one that waits for an instance is taken for silent."""
+    executor, _, clock = make()
+    Caller(executor, step(1, 1, "s"))
+    waiting = Caller(executor, step(1, 1))
+    clock.now += 5
+    assert executor.sequences() == 1, "it waits for us"
+    run_all(executor)
+    assert total(waiting) == 2
+    clock.now += 0.999
+    still = Caller(executor, step(1, 1))
+    run_all(executor)
+    assert total(still) == 3
+    clock.now += 1.001
+    assert Caller(executor, step(1, 1)).code == "INVALID_ARGUMENT"
+    assert executor.sequences() == 0
+
+
+def test_no_more_sequences_than_there_is_room_for() -> None:
+    """Fails if states grow without bound, or an idle sequence keeps its place for ever."""
+    executor, _, clock = make()
+    codes = [Caller(executor, step(i, 1, "s")).code for i in range(1, 6)]
+    assert codes == [None] * 4 + ["UNAVAILABLE"]
+    run_all(executor)
+    clock.now += 1.5
+    assert Caller(executor, step(9, 1, "s")).code is None
+
+
+def test_the_queue_of_steps_is_bounded() -> None:
+    """Fails if one sequence can queue without end behind itself."""
+    executor, _, _ = make(queue_rows=3)
+    codes = [Caller(executor, step(1, 1, "s" if i == 0 else "")).code for i in range(6)]
+    assert codes == [None] * 4 + ["UNAVAILABLE"] * 2, "one in the executor below, three behind it"
+
+
+def test_a_failed_step_leaves_the_state() -> None:
+    """Fails if later steps that already wait are computed as if the failed one had counted, or if the sequence can't go
+    on afterwards."""
+    executor, session, _ = make()
+    first, bad, behind = (Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (BAD, ""), (3, "")))
+    other = Caller(executor, step(2, 50, "s"))
+    run_all(executor)
+    assert (first.code, bad.code, behind.code, other.code) == ("OK", "INTERNAL", "FAILED_PRECONDITION", "OK")
+    again = Caller(executor, step(1, 2))
+    run_all(executor)
+    assert total(again) == 3
+    found = executor.statistics()
+    assert (found.received, found.success.count, found.fail.count) == (5, 3, 2)
+    assert not any((feeds["x"] == 3).any() for feeds in session.feeds)
+
+
+def test_a_failed_start_is_no_sequence() -> None:
+    """Fails if steps may follow a start that failed, or a start that waits behind it fails with it."""
+    executor, _, _ = make()
+    callers = [Caller(executor, step(1, x, f)) for x, f in ((BAD, "s"), (3, "e"), (4, "s"), (5, ""))]
+    run_all(executor)
+    assert [caller.code for caller in callers] == ["INTERNAL", "FAILED_PRECONDITION", "OK", "OK"]
+    assert total(callers[3]) == 9
+    alone = Caller(executor, step(2, BAD, "s"))
+    run_all(executor)
+    assert alone.code == "INTERNAL"
+    assert Caller(executor, step(2, 1)).code == "INVALID_ARGUMENT"
+
+
+def test_cancelling_a_step() -> None:
+    """Fails if a cancelled step is run, the one behind it is run without it, or the one before it suffers."""
+    executor, session, _ = make()
+    callers = [Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (2, ""), (3, ""))]
+    callers[1].ticket.cancel()
+    assert (callers[1].code, callers[2].code) == ("CANCELLED", "FAILED_PRECONDITION")
+    run_all(executor)
+    assert total(callers[0]) == 1
+    running = Caller(executor, step(1, 5))
+    running.ticket.cancel()  # the executor below has it
+    assert running.code == "CANCELLED"
+    last = Caller(executor, step(1, 7, "e"))
+    run_all(executor)
+    assert total(last) == 8
+    assert len(session.feeds) == 2
+    assert (executor.pending(), executor.sequences()) == (0, 0)
+    assert executor.statistics().cancel.count == 2
+
+
+def test_a_long_sequence_in_one_go() -> None:
+    """A thousand steps that wait, run by idle instances in the caller's own thread. Fails if each is run inside the
+    answer of the one before: the stack would overflow."""
+    executor, session, _ = make(eager=True)
+    callers: list[Caller] = []
+
+    def during() -> None:
+        session.during = None
+        callers.extend(Caller(executor, step(1, 1)) for _ in range(1500))
+
+    session.during = during
+    first = Caller(executor, step(1, 1, "s"))
+    run_all(executor)
+    assert total(first) == 1
+    assert total(callers[-1]) == 1501
+
+
+def test_closing() -> None:
+    """Fails if steps that wait behind others are dropped although there is time, or new ones are taken."""
+    executor, session, _ = make()
+    callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(4)]
+    executor.close(0.0)
+    assert [total(caller) for caller in callers] == [1, 2, 3, 4]
+    assert Caller(executor, step(2, 1, "s")).code == "UNAVAILABLE"
+    assert session.closed == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3), st.sampled_from(["", "", "", "s", "e", "se"]), st.sampled_from([1, 2, 4, BAD]),
+            st.sampled_from("ssspc"),
+        ),
+        max_size=40,
+    ),
+    st.booleans(),
+)  # fmt: skip
+def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -> None:
+    """Any mix of steps, failures and cancels: every answer is the sum of those of its sequence that were answered well
+    since the start, in their order. Fails if order, state or count is ever lost."""
+    executor, _, _ = make(eager=eager)
+    taken: dict[int, list[tuple[str, float, Caller]]] = {1: [], 2: [], 3: []}
+    callers: list[Caller] = []
+    for sequence, flags, x, what in script:
+        if what == "p":
+            executor.poll()
+        elif what == "c" and callers:
+            if (ticket := callers[len(script) % len(callers)].ticket) is not None:
+                ticket.cancel()
+        else:
+            callers.append(caller := Caller(executor, step(sequence, x, flags)))
+            if caller.refused is None:
+                taken[sequence].append((flags, x, caller))
+            else:
+                assert caller.code == "INVALID_ARGUMENT"
+    run_all(executor)
+    for steps in taken.values():
+        sum_so_far: float | None = None
+        for flags, x, caller in steps:
+            if "s" in flags:
+                sum_so_far = None
+            if caller.code == "OK":
+                sum_so_far = (sum_so_far or 0.0) + x
+                assert total(caller) == sum_so_far
+                assert x != BAD
+            else:
+                assert caller.code in ("INTERNAL", "CANCELLED", "FAILED_PRECONDITION")
+    codes = [caller.code for caller in callers]
+    found = executor.statistics()
+    assert None not in codes
+    assert found.received == len(callers) == found.success.count + found.fail.count
+    assert found.success.count == codes.count("OK")
+    assert executor.pending() == 0
+
+
+@pytest.mark.parametrize(
+    ("sequence", "text"),
+    [
+        (SequenceBatching(states={"nope": "sum_in"}), "'nope' is not one of its outputs"),
+        (SequenceBatching(states={"sum_out": "nope"}), "'nope' is not one of its inputs"),
+        (SequenceBatching(states={"sum_out": "start"}), "dtype"),
+        (SequenceBatching(controls={"STOP": "start"}), "unknown control"),
+        (SequenceBatching(controls={"START": "nope"}), "'nope' is not one of its inputs"),
+        (SequenceBatching(max_sequences=0), "at least 1"),
+    ],
+)
+def test_options_that_cannot_be(sequence: SequenceBatching, text: str) -> None:
+    """Fails if a config that names tensors the model doesn't have is taken."""
+    with pytest.raises(BadConfig, match=text):
+        make(sequence=sequence)

@@ -1,0 +1,185 @@
+"""Real threads: callers at once, sessions that hang or are slow. No test here sleeps; each waits for what it needs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
+
+from accel.serve.executor import make_executor
+from accel.serve.inference import Executor, InferenceResponse, ServeError, infer
+from accel.serve.scheduling import QueuePolicy, Scheduling
+
+PATIENCE = 20.0
+
+
+def threaded(scheduling: Scheduling, sessions: list[FakeSession]) -> Executor:
+    left = iter(sessions)
+    return make_executor(SIGNATURE, scheduling, lambda: next(left), name="m", version="1")
+
+
+class Gate(FakeSession):
+    """A session that hangs in ``run`` until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Semaphore(0)
+        self.go = threading.Event()
+        self.during = self._hang
+
+    def _hang(self) -> None:
+        self.entered.release()
+        assert self.go.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_many_callers(eager: bool, preserve: bool) -> None:
+    """16 threads, three instances, poison and cancels in between. Fails if a lock is missing: rows mixed up, an answer
+    lost or given twice, counters that don't add up."""
+    sessions = [FakeSession() for _ in range(3)]
+    scheduling = Scheduling(
+        max_batch_size=8, dynamic=True, instances=3, max_delay_us=200, allowed=(1, 4, 8), eager=eager,
+        preserve_ordering=preserve,
+    )  # fmt: skip
+    executor = threaded(scheduling, sessions)
+
+    def ask(thread: int) -> list[Caller]:
+        found = []
+        for i in range(60):
+            value = float(thread * 1000 + i)
+            asked = request(value, rows=1 + i % 3)
+            if i % 17 == 5:
+                asked.inputs["x"][0, 0] = POISON
+            caller = Caller(executor, asked)
+            if i % 7 == 3:
+                caller.ticket.cancel()
+            found.append(caller)
+        return found
+
+    with ThreadPoolExecutor(16) as pool:
+        callers = [caller for group in pool.map(ask, range(16)) for caller in group]
+    executor.close(PATIENCE)
+    for caller in callers:
+        if caller.code == "OK":
+            caller.check_rows()
+        else:
+            poisonous = (caller.request.inputs["x"] == POISON).any()
+            assert caller.code == "CANCELLED" or (caller.code == "INTERNAL" and poisonous)
+    codes = [caller.code for caller in callers]
+    found = executor.statistics()
+    assert found.received == len(callers) == found.success.count + found.fail.count
+    assert found.success.count == codes.count("OK")
+    assert found.cancel.count == codes.count("CANCELLED")
+    assert all(size in (1, 4, 8) for session in sessions for size in session.sizes)
+    assert [session.closed for session in sessions] == [1, 1, 1]
+
+
+def test_the_caller_itself_runs_an_idle_instance() -> None:
+    """Fails if a lone request is handed to another thread and back."""
+    session = FakeSession()
+    seen = []
+    session.during = lambda: seen.append(threading.current_thread())
+    executor = threaded(Scheduling(max_batch_size=4, dynamic=True, max_delay_us=10**7), [session])
+    assert infer(executor, request(1), timeout=PATIENCE).outputs["y"][0, 0] == 2
+    assert seen == [threading.current_thread()]
+    executor.close(PATIENCE)
+
+
+def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
+    """Fails if a thread isn't woken when a caller hands its instance back: the others would wait for ever."""
+    gate = Gate()
+    executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(infer, executor, request(i), PATIENCE) for i in range(4)]
+        assert gate.entered.acquire(timeout=PATIENCE)
+        while executor.pending() < 4:
+            time.sleep(0)
+        gate.go.set()
+        for i, answer in enumerate(answers):
+            np.testing.assert_array_equal(answer.result(PATIENCE).outputs["y"], [[2 * i, 2 * i]])
+    assert gate.sizes == [1, 3]
+    executor.close(PATIENCE)
+
+
+def test_a_delay_ends_by_itself() -> None:
+    """Fails if nobody wakes when the time to wait for company is over."""
+    executor = threaded(Scheduling(max_batch_size=4, dynamic=True, max_delay_us=2000, eager=False), [FakeSession()])
+    assert isinstance(infer(executor, request(1), PATIENCE), InferenceResponse)
+    executor.close(PATIENCE)
+
+
+def test_closing_ends_a_delay() -> None:
+    """Fails if what waits for company is still waited with when no company can come."""
+    looked: list[threading.Thread] = []
+
+    def clock() -> float:
+        looked.append(threading.current_thread())
+        return time.monotonic()
+
+    scheduling = Scheduling(max_batch_size=4, dynamic=True, max_delay_us=10**9, eager=False)
+    executor = make_executor(SIGNATURE, scheduling, FakeSession, name="m", version="1", clock=clock)
+    caller = Caller(executor, request(1))
+    until = time.monotonic() + PATIENCE
+    while threading.current_thread() in looked[-1:] and time.monotonic() < until:
+        time.sleep(0)  # until the instance's thread has looked at the time, and waits with the request
+    executor.close(5.0)
+    caller.check_rows()
+
+
+def test_time_runs_out_while_all_instances_hang() -> None:
+    """Fails if a queue timeout or a deadline is only noticed by an instance that comes back."""
+    gate = Gate()
+    executor = threaded(Scheduling(max_batch_size=4, default_policy=QueuePolicy(timeout_us=1000)), [gate])
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(infer, executor, request(1), PATIENCE)
+        assert gate.entered.acquire(timeout=PATIENCE)
+        with pytest.raises(ServeError, match="Request timeout expired"):
+            infer(executor, request(2), PATIENCE)
+        with pytest.raises(ServeError, match="Deadline"):
+            infer(executor, request(3, deadline=time.monotonic() + 0.0005), PATIENCE)
+        gate.go.set()
+        assert hanging.result(PATIENCE).outputs["y"][0, 0] == 2
+    assert gate.sizes == [1]
+    executor.close(PATIENCE)
+
+
+def test_closing_a_session_that_hangs() -> None:
+    """Fails if close waits for a session that never comes back, leaves a caller without an answer, answers it twice
+    when the session does come back, or closes a session that is running."""
+    gate = Gate()
+    executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [gate])
+    running = Caller(executor, request(1))
+    assert gate.entered.acquire(timeout=PATIENCE)
+    queued = Caller(executor, request(2))
+    before = time.monotonic()
+    executor.close(0.05)
+    assert time.monotonic() - before < PATIENCE / 2
+    assert (running.code, queued.code) == ("UNAVAILABLE", "UNAVAILABLE")
+    assert gate.closed == 0
+    gate.go.set()
+    until = time.monotonic() + PATIENCE
+    while not gate.closed and time.monotonic() < until:
+        time.sleep(0)
+    assert gate.closed == 1
+    assert (len(running.answers), len(queued.answers)) == (1, 1)
+    found = executor.statistics()
+    assert (found.received, found.fail.count, found.success.count) == (2, 2, 0)
+    assert gate.sizes == [1]
+
+
+def test_a_queue_that_is_full_answers_at_once() -> None:
+    """Fails if a queue grows while its session hangs."""
+    gate = Gate()
+    executor = threaded(Scheduling(max_batch_size=1, queue_rows=3, eager=False), [gate])
+    callers = [Caller(executor, request(0))]
+    assert gate.entered.acquire(timeout=PATIENCE)
+    callers += [Caller(executor, request(i)) for i in range(1, 6)]
+    assert [caller.code for caller in callers] == [None] * 4 + ["UNAVAILABLE"] * 2
+    gate.go.set()
+    executor.close(PATIENCE)
+    assert [caller.code for caller in callers] == ["OK"] * 4 + ["UNAVAILABLE"] * 2
