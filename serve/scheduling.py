@@ -35,7 +35,7 @@ class LengthBatching:
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatching:
     """Stateful models. ``states``: output name -> input name that gets it at the sequence's next request.
-    ``controls``: START, END, READY, CORRID -> input name. ``max_idle_us``: a sequence that is silent for longer ends."""
+    ``controls``: START, END, READY, CORRID -> input name. ``max_idle_us``: a sequence silent for longer ends."""
 
     states: Mapping[str, str] = field(default_factory=dict)
     controls: Mapping[str, str] = field(default_factory=dict)
