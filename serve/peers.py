@@ -113,6 +113,7 @@ class Peers:
         if server.repository.mode == "explicit":
             loaded = server.repository.loaded()
             commands += [("load", (name, self._overrides.get(name))) for name in loaded]
+            commands.append(("unload_others", (loaded,)))
         commands += [("register_memory", (r.name, r.key, r.offset, r.byte_size)) for r in server.memory.status()]
         logging_changes = {k: v for k, v in server.logging.all().items() if k != "log_file"}
         return [*commands, ("log_settings", (logging_changes,))]

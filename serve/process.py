@@ -107,15 +107,21 @@ class ServingProcess:
         self._stop = threading.Event()
 
     def start(self) -> dict[str, int]:
-        """Load and listen; the ports. It listens first: a probe that comes early hears that it isn't ready."""
+        """Load and listen; the ports."""
         keep_freed_memory()
-        self.ports = {name: transport.start() for name, transport in self.transports.items()}
+        if self._place is None:
+            self._listen()  # first, so that a probe that comes early hears that it isn't ready
+            self.server.repository.start()
+            return self.ports
+        folder, index, key = self._place
         self.server.repository.start()
-        if self._place is not None:
-            folder, index, key = self._place
-            self.server.peers.join(folder, index, self.options.processes, key)
-            self.server.peers.catch_up()
+        self.server.peers.join(folder, index, self.options.processes, key)
+        self.server.peers.catch_up()
+        self._listen()  # last: the others answer until this one is as they are
         return self.ports
+
+    def _listen(self) -> None:
+        self.ports = {name: transport.start() for name, transport in self.transports.items()}
 
     def stop(self) -> None:
         """Answer what was taken (new requests hear UNAVAILABLE), for at most the options' ``drain`` seconds; end."""

@@ -354,6 +354,9 @@ class InferenceServer:
             self.repository.load(name, override)
         elif what == "unload":
             self.repository.unload(*arguments)
+        elif what == "unload_others":
+            for name in set(self.repository.loaded()) - set(arguments[0]):
+                self.repository.unload(name)
         elif what == "register_memory":
             self.memory.register(*arguments)
         elif what == "unregister_memory":
