@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test proof lint format clean
+.PHONY: demo test proof lint format descriptors clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -30,6 +30,10 @@ lint: $(VENV)/ready
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The protocol's messages, from the descriptors of the newest tritonclient.
+descriptors: $(VENV)/ready
+	$(BIN)/python serve/proto/regenerate.py
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info

@@ -163,7 +163,8 @@ def run_in_child(target: str, /, timeout: float | None = None, **arguments: Any)
         return child.call(target, timeout=timeout, **arguments)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """End this process when ``parent`` ends, and at once where it has already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
@@ -201,7 +202,7 @@ def serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    _die_with_parent(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]))
     serve(Connection(int(sys.argv[1])))
     # Native libraries that crash while they unload must not turn a good answer into a failure.
     os._exit(0)

@@ -8,6 +8,7 @@
     │   ├── BadData                 calibration or verification data that doesn't fit the model
     │   ├── BadFeeds                inputs to Session.run that don't fit its signature
     │   ├── BadConfig               a training or planning config that can't be read or can't run as it is
+    │   ├── BadRepository           a model repository, or a model or config.pbtxt in it, that can't be served
     │   ├── UnknownName             a target, stage, runtime or precision that doesn't exist
     │   ├── UnsupportedHere         a right request that this machine, target or version can't fulfil
     │   └── MissingExtra            a library that is not installed; names the extra
@@ -66,6 +67,10 @@ class BadFeeds(UsageError):
 
 class BadConfig(UsageError):
     """A training or planning config that can't be read, or can't run as it is."""
+
+
+class BadRepository(UsageError):
+    """A model repository, or a model or ``config.pbtxt`` in it, that can't be served."""
 
 
 class UnknownName(UsageError):

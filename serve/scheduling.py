@@ -35,9 +35,7 @@ class LengthBatching:
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatching:
     """Stateful models. ``states``: output name -> input name that gets it at the sequence's next request.
-
-    ``controls``: START, END, READY, CORRID -> input name. ``max_idle_us``: a sequence silent for longer ends.
-    """
+    ``controls``: START, END, READY, CORRID -> input name. ``max_idle_us``: a sequence silent for longer ends."""
 
     states: Mapping[str, str] = field(default_factory=dict)
     controls: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +49,8 @@ class Scheduling:
     several callers may be run together. ``preferred``: batch sizes to wait for. ``max_delay_us``: how long the oldest
     may wait for company. ``allowed``: batch sizes that the model takes at all (an engine's profiles), None for every.
     ``queue_rows``/``queue_bytes``: what may wait in all, over every priority. ``response_cache``: equal requests are
-    answered from the cache of the server.
+    answered from the cache of the server. ``eager``: a request that finds an instance idle and the queue empty is run
+    at once, whatever ``max_delay_us`` and ``preferred`` say; False waits for company even then, as Triton does.
     """
 
     max_batch_size: int = 0
@@ -72,3 +71,15 @@ class Scheduling:
     sequence: SequenceBatching | None = None
     decoupled: bool = False
     response_cache: bool = False
+    eager: bool = True
+
+    @property
+    def server_inputs(self) -> frozenset[str]:
+        """Inputs that the server makes (states and controls of a sequence): a client doesn't send them."""
+        sequence = self.sequence
+        return frozenset() if sequence is None else frozenset([*sequence.states.values(), *sequence.controls.values()])
+
+    @property
+    def optional_inputs(self) -> frozenset[str]:
+        """Inputs that a client may leave out, because the server then makes them (the mask of lengths)."""
+        return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

@@ -37,6 +37,10 @@ _PARTS = (
     ("scikit-learn", "sklearn", "examples", "the digits of the image example"),
     ("jinja2", "jinja2", "report", "HTML reports"),
     ("grpcio", "grpc", "serve", "the inference server"),
+    ("grpcio-health-checking", "grpc_health", "serve", "the server's health service"),
+    ("grpcio-reflection", "grpc_reflection", "serve", "the server's list of its methods"),
+    ("aiohttp", "aiohttp", "serve", "the server's REST face"),
+    ("prometheus-client", "prometheus_client", "serve", "the server's metrics"),
 )
 
 

@@ -25,6 +25,8 @@ COMMANDS = {
     "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
+    "serve": ("accel.cli.serve", "Serve a repository of models over gRPC and HTTP, as Triton does."),
+    "infer": ("accel.cli.infer", "Ask a served model: arrays in, table or JSON out."),
     "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check what is proven here."),
     "train": ("accel.cli.train", "Train a model on one process or many, to a checkpoint that exports."),
     "plan": ("accel.cli.plan", "Show what a training run or a deployment takes: memory, communication, time."),

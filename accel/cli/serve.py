@@ -1,0 +1,94 @@
+"""``accel serve``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+from accel.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from accel.cli import Output
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command("serve")
+@click.argument("repository", type=_FILE)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free one.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
+@click.option("--no-http", is_flag=True, help="No REST, no metrics.")
+@click.option(
+    "--mode",
+    type=click.Choice(["none", "poll", "explicit"]),
+    default="none",
+    show_default=True,
+    help="Load all once; look for changes; or load on command.",
+)
+@click.option(
+    "--load-model", "models", multiple=True, metavar="NAME", help="Loaded at first in explicit mode; * is all."
+)
+@click.option("--poll-seconds", type=click.FloatRange(0.05), default=15.0, show_default=True)
+@click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes on one port.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a session; 0: its share of the cores.")
+@click.option("--grpc-threads", type=click.IntRange(4), default=128, show_default=True, help="Calls that wait at once.")
+@click.option("--max-message", type=click.IntRange(1), default=(1 << 31) - 1, help="Largest message in bytes.")
+@click.option(
+    "--drain", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to end after SIGTERM."
+)
+@click.option("--tokens", type=_FILE, help="TOML file of bearer tokens and the models they are for.")
+@click.option("--tls-certificate", type=_FILE, help="PEM.")
+@click.option("--tls-key", type=_FILE, help="PEM.")
+@click.option("--tls-client-ca", type=_FILE, help="PEM; clients have to show a certificate that it signed.")
+@click.option("--insecure", is_flag=True, help="Serve a model although its manifest doesn't hold.")
+@click.option("--allow-pickle", is_flag=True, help="Serve .pt2 and .pt files, which may hold pickles.")
+@click.option("--strict-readiness", is_flag=True, help="Not ready while a model of the repository is broken.")
+@click.option("--log-file", type=_FILE, help="JSON lines go there and not to stderr.")
+@click.option("--check", is_flag=True, help="Load every model, say what is wrong, and end.")
+@output_options
+def command(repository: Path, no_http: bool, check: bool, http_port: int, say: Output, **given: Any) -> None:
+    """Serve the models in REPOSITORY over gRPC and HTTP (Open Inference Protocol, as Triton speaks it)."""
+    try:
+        from accel.serve.options import ServeOptions
+        from accel.serve.process import ServingProcess, start_logging
+        from accel.serve.supervisor import Supervisor
+    except ModuleNotFoundError as error:
+        raise MissingExtra(str(error.name), "serve") from None
+
+    texts: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    options = ServeOptions(repository=str(repository), http_port=None if no_http else http_port, **texts)
+    if check:
+        _check(options, say)
+        return
+    start_logging(options)
+    if options.processes > 1:
+        Supervisor(options).run()
+    else:
+        ServingProcess(options).run()
+
+
+def _check(options: Any, say: Output) -> None:
+    from accel.serve.check import check
+
+    rows = check(options)
+
+    def human() -> Any:
+        from rich.table import Table
+
+        table = Table(title=options.repository, title_justify="left")
+        for column in ("model", "version", "state", "platform", "max batch", "reason"):
+            table.add_column(column)
+        for row in rows:
+            batch = "" if row.max_batch_size is None else str(row.max_batch_size)
+            table.add_row(row.name, row.version, row.state, row.platform, batch, row.reason)
+        return table
+
+    ok = bool(rows) and all(row.state == "READY" for row in rows)
+    say.result({"ok": ok, "models": [row.to_json() for row in rows]}, human)
+    if not ok:
+        sys.exit(1)

@@ -1,0 +1,106 @@
+"""Who may do what: bearer tokens with the models they are for.
+
+A file of tokens (TOML), none of them in clear text if that can be helped:
+
+    [[token]]
+    name = "ci"
+    sha256 = "<hex of the token's sha256>"   # or token = "..."
+    models = ["minilm", "image-*"]           # patterns; what it may call and see
+    control = true                           # load, unload, shared memory, settings
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import tomllib
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from accel.errors import BadRepository
+from accel.serve.inference import Code, ServeError
+
+
+@dataclass(frozen=True)
+class Permission:
+    """What a token is good for."""
+
+    name: str
+    sha256: str
+    models: tuple[str, ...] = ("*",)
+    control: bool = False
+
+
+class Access:
+    """Checks calls. Without permissions everything is allowed to everybody."""
+
+    def __init__(self, permissions: tuple[Permission, ...] = ()) -> None:
+        self._permissions = permissions
+
+    @property
+    def open(self) -> bool:
+        return not self._permissions
+
+    def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> None:
+        """``UNAUTHENTICATED`` without a known token, ``PERMISSION_DENIED`` where it isn't for this."""
+        if not self._permissions:
+            return
+        found = self._find(token)
+        if control and not found.control:
+            raise ServeError(Code.PERMISSION_DENIED, f"the token '{found.name}' may not control the server")
+        if model is not None and not any(fnmatchcase(model, pattern) for pattern in found.models):
+            raise ServeError(Code.PERMISSION_DENIED, f"the token '{found.name}' is not for model '{model[:256]}'")
+
+    def allowed(self, token: str | None, model: str) -> bool:
+        """Whether the token's owner may see ``model``."""
+        try:
+            self.check(token, model=model)
+        except ServeError:
+            return False
+        return True
+
+    def _find(self, token: str | None) -> Permission:
+        digest = hashlib.sha256((token or "").encode("utf-8", "surrogateescape")).hexdigest()
+        # All are compared, so that the time says nothing of which one was close.
+        matching = [p for p in self._permissions if hmac.compare_digest(p.sha256, digest)]
+        if token is None or not matching:
+            raise ServeError(Code.UNAUTHENTICATED, "this server wants a token that it knows: authorization: Bearer ...")
+        return matching[0]
+
+
+def bearer(header: str | None) -> str | None:
+    """The token of an ``authorization`` header; None where there is none."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+
+
+def read_tokens(path: Path) -> Access:
+    """The tokens in ``path``. ``BadRepository`` where it isn't such a file or has none."""
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadRepository(f"can't read the tokens in {path}: {' '.join(str(error).split())}") from None
+    rows = body.get("token")
+    if not isinstance(rows, list) or not rows:
+        raise BadRepository(f"{path} holds no [[token]]; write one with name, sha256 and models")
+    return Access(tuple(_permission(path, row) for row in rows))
+
+
+def _permission(path: Path, row: Any) -> Permission:
+    if not isinstance(row, dict) or set(row) - {"name", "sha256", "token", "models", "control"}:
+        raise BadRepository(f"{path}: a [[token]] has name, sha256 (or token), models and control, nothing else")
+    name, digest, token = row.get("name"), row.get("sha256"), row.get("token")
+    if not isinstance(name, str) or (digest is None) == (token is None):
+        raise BadRepository(f"{path}: each [[token]] needs a name and either sha256 or token")
+    if token is not None:
+        if not isinstance(token, str) or not token:
+            raise BadRepository(f"{path}: the token of '{name}' has to be a text that isn't empty")
+        digest = hashlib.sha256(token.encode()).hexdigest()
+    if not isinstance(digest, str) or len(digest) != 64 or set(digest.lower()) - set("0123456789abcdef"):
+        raise BadRepository(f"{path}: the sha256 of '{name}' has to be 64 hex digits")
+    models, control = row.get("models", ["*"]), row.get("control", False)
+    if not isinstance(models, list) or not all(isinstance(m, str) for m in models) or not isinstance(control, bool):
+        raise BadRepository(f"{path}: models of '{name}' is a list of patterns, control is true or false")
+    return Permission(name, digest.lower(), tuple(models), control)

@@ -1,0 +1,131 @@
+"""One ModelStreamInfer: requests in, responses out, in order for models that answer once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from accel.serve import proto
+from accel.serve.grpc_wire import read_call, write_reply
+from accel.serve.inference import Code, ServeError, Ticket
+from accel.serve.server import InferenceServer
+from accel.serve.transport import InferReply
+
+log = logging.getLogger("accel.serve")
+
+_Response = proto.message("ModelStreamInferResponse")
+# Requests of one stream that may be unanswered; then reading stops, and gRPC's flow control stops the client.
+_UNANSWERED = 128
+FOREVER = 1e8  # grpcio gives a deadline of centuries where there is none
+
+
+class _Slot:
+    """A request of the stream: what it was answered with and hasn't been sent."""
+
+    __slots__ = ("decoupled", "final", "id", "ready", "ticket")
+
+    def __init__(self, request_id: str) -> None:
+        self.id = request_id
+        self.ready: deque[InferReply | ServeError] = deque()
+        self.final = False
+        self.decoupled = False
+        self.ticket: Ticket | None = None
+
+
+class InferStream:
+    """Reads on a thread of its own, so that a request can be taken while another is answered."""
+
+    def __init__(self, server: InferenceServer, requests: Iterator[Any], context: Any, token: str | None) -> None:
+        self._server, self._requests, self._context, self._token = server, requests, context, token
+        self._slots: deque[_Slot] = deque()
+        self._state = threading.Condition()
+        self._ended = False
+        remaining = context.time_remaining()
+        self._deadline = time.monotonic() + remaining if remaining is not None and remaining < FOREVER else None
+
+    def responses(self) -> Iterator[Any]:
+        """Every response, until the client has ended its side and all is answered."""
+        if not self._context.add_callback(self._gone):
+            return
+        threading.Thread(target=self._read, name="accel-stream", daemon=True).start()
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._next() is not None or (self._ended and not self._slots))
+                slot = self._next()
+                if slot is None:
+                    return
+                found = slot.ready.popleft() if slot.ready else None
+                if slot.final and not slot.ready:
+                    self._slots.remove(slot)
+                    self._state.notify_all()
+            if found is not None and not (isinstance(found, InferReply) and found.hidden):
+                yield self._response(slot, found)
+
+    def _next(self) -> _Slot | None:
+        """The oldest with something to do; nothing overtakes a request whose model answers once."""
+        for slot in self._slots:
+            if slot.ready or slot.final:
+                return slot
+            if not slot.decoupled:
+                return None
+        return None
+
+    def _response(self, slot: _Slot, found: InferReply | ServeError) -> Any:
+        if isinstance(found, ServeError):
+            made = _Response(error_message=str(found))
+            made.infer_response.id = slot.id
+            return made
+        return _Response(infer_response=write_reply(found))
+
+    def _read(self) -> None:
+        try:
+            for request in self._requests:
+                slot = _Slot(request.id)
+                with self._state:
+                    self._state.wait_for(lambda: len(self._slots) < _UNANSWERED or self._ended)
+                    if self._ended:
+                        return
+                    self._slots.append(slot)
+                self._take(slot, request)
+        except Exception as error:  # the client went away in the middle of a message
+            log.debug("a stream ended", extra={"reason": str(error)})
+        finally:
+            with self._state:
+                self._ended = True
+                self._state.notify_all()
+
+    def _take(self, slot: _Slot, request: Any) -> None:
+        def reply(answer: InferReply | ServeError) -> None:
+            with self._state:
+                slot.ready.append(answer)
+                slot.final = isinstance(answer, ServeError) or answer.final
+                self._state.notify_all()
+
+        try:
+            call = read_call(request)
+            call.token, call.single = self._token, False
+            slot.decoupled = self._server.is_decoupled(call.model, call.version)
+            call.deadline = self._deadline
+            slot.ticket = self._server.infer(call, reply)
+            if self._ended and not self._slots:  # the client went while this was taken
+                slot.ticket.cancel()
+        except ServeError as error:
+            reply(error)
+        except Exception as error:
+            log.exception("an inference failed", extra={"model": request.model_name})
+            reply(ServeError(Code.INTERNAL, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+
+    def _gone(self) -> None:
+        """The call is over: nobody waits for what is left."""
+        with self._state:
+            self._ended = True
+            left = list(self._slots)
+            self._slots.clear()
+            self._state.notify_all()
+        for slot in left:
+            if slot.ticket is not None and not slot.final:
+                slot.ticket.cancel()

@@ -1,0 +1,334 @@
+"""The HTTP face: REST v2 with binary tensors, health probes and metrics, on aiohttp in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import ssl
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from accel.errors import UnsupportedHere
+from accel.serve import http_wire, metrics, model_config
+from accel.serve.access import bearer
+from accel.serve.inference import Code, ServeError, Ticket
+from accel.serve.server import InferenceServer
+from accel.serve.tensors import invalid
+from accel.serve.transport import InferCall, InferReply
+
+if TYPE_CHECKING:
+    from accel.serve.grpc_front import Tls
+
+log = logging.getLogger("accel.serve")
+
+# A body that takes longer to arrive holds a connection for nothing.
+_BODY_SECONDS = 300.0
+
+
+class HttpTransport:
+    """``port`` 0 takes a free one. ``threads``: requests that can wait at once. ``shared``: as in ``GrpcTransport``."""
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        threads: int = 128,
+        max_message: int = (1 << 31) - 1,
+        tls: Tls | None = None,
+        shared: bool = False,
+    ) -> None:
+        self._host, self._port, self._shared = host, port, shared
+        self._tls = _context(tls) if tls else None
+        self._rest = _Rest(server, threads)
+        self._max_message = max_message
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="accel-http", daemon=True)
+        self._runner: web.AppRunner | None = None
+
+    def start(self) -> int:
+        """Listen; the port. ``UnsupportedHere`` where it is taken."""
+        self._thread.start()
+        return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    async def _start(self) -> int:
+        application = web.Application(client_max_size=self._max_message, middlewares=[_errors])
+        self._rest.add_to(application)
+        # A client that goes away cancels its request.
+        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls, reuse_port=self._shared or None)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UnsupportedHere(
+                f"can't listen on {self._host}:{self._port} ({error.strerror}); choose another --http-port"
+            ) from None
+        return int(self._runner.addresses[0][1])
+
+    def stop(self, grace: float) -> None:
+        """Take no new calls, wait ``grace`` seconds for those under way, then cut them off."""
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(grace), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._rest.close()
+
+    async def _end(self, grace: float) -> None:
+        if self._runner is None:
+            return
+        if self._runner.server is not None:
+            await self._runner.server.shutdown(grace)
+        await self._runner.cleanup()
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+        if tls.client_ca:
+            context.load_verify_locations(tls.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise UnsupportedHere(f"the TLS files can't be used ({error}); check certificate, key and CA") from None
+    return context
+
+
+Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
+    """Errors as ``{"error": text}`` with the status of their code. (aiohttp passes ``handler`` by that name.)"""
+    try:
+        return await handler(request)
+    except ServeError as error:
+        return web.json_response({"error": str(error)}, status=error.code.http)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.text or error.reason}, status=error.status)
+    except (TimeoutError, ConnectionError) as error:
+        return web.json_response({"error": f"the request did not arrive: {error}"}, status=408)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        log.exception("a call failed", extra={"path": request.path})
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return web.json_response({"error": text}, status=500)
+
+
+class _Rest:
+    """The routes. What may take long runs on a thread; the event loop only moves bytes."""
+
+    def __init__(self, server: InferenceServer, threads: int) -> None:
+        self._server = server
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="accel-http")
+        self._control = ThreadPoolExecutor(4, thread_name_prefix="accel-http-control")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._control.shutdown(wait=False, cancel_futures=True)
+
+    def add_to(self, application: web.Application) -> None:
+        get, post = application.router.add_get, application.router.add_post
+        get("/metrics", self.metrics)
+        get("/v2/health/live", self.live)
+        get("/v2/health/ready", self.ready)
+        get("/v2", self.metadata)
+        get("/v2/models/stats", self.statistics)
+        for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            get(model, self.model_metadata)
+            get(f"{model}/ready", self.model_ready)
+            get(f"{model}/config", self.model_config)
+            get(f"{model}/stats", self.statistics)
+            post(f"{model}/infer", self.infer)
+        post("/v2/repository/index", self.index)
+        post("/v2/repository/models/{model}/load", self.load)
+        post("/v2/repository/models/{model}/unload", self.unload)
+        for kind in ("system", "cuda"):
+            memory = f"/v2/{kind}sharedmemory"
+            for path in (memory, f"{memory}/region/{{region}}"):
+                get(f"{path}/status", self.memory_status if kind == "system" else self.cuda_status)
+                post(f"{path}/unregister", self.unregister_memory if kind == "system" else self.cuda_refused)
+            register = self.register_memory if kind == "system" else self.cuda_refused
+            post(f"{memory}/region/{{region}}/register", register)
+        for path in ("/v2/trace/setting", "/v2/models/{model}/trace/setting"):
+            get(path, self.trace_setting)
+            post(path, self.trace_setting)
+        get("/v2/logging", self.log_settings)
+        post("/v2/logging", self.log_settings)
+
+    def _token(self, request: web.Request) -> str | None:
+        return bearer(request.headers.get("Authorization"))
+
+    def _names(self, request: web.Request) -> tuple[str, str]:
+        return request.match_info.get("model", ""), request.match_info.get("version", "")
+
+    async def _body(self, request: web.Request) -> bytes:
+        return await asyncio.wait_for(request.read(), _BODY_SECONDS)
+
+    async def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._control, functools.partial(call, *arguments))
+
+    # Health and metadata
+
+    async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        return web.Response()
+
+    async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        return web.Response(status=200 if self._server.healthy() else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        rows = await self._do(self._server.statistics, "", "", self._token(request))
+        return web.Response(body=metrics.render(rows), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def metadata(self, request: web.Request) -> web.Response:
+        name, version, extensions = self._server.metadata(self._token(request))
+        return web.json_response({"name": name, "version": version, "extensions": list(extensions)})
+
+    async def model_metadata(self, request: web.Request) -> web.Response:
+        found = self._server.model_metadata(*self._names(request), self._token(request))
+        return web.json_response(http_wire.metadata_json(found))
+
+    async def model_ready(self, request: web.Request) -> web.Response:
+        found = self._server.model_ready(*self._names(request), self._token(request))
+        return web.Response(status=200 if found else 400)
+
+    async def model_config(self, request: web.Request) -> web.Response:
+        found = self._server.model_config(*self._names(request), self._token(request))
+        return web.json_response(model_config.to_json(found))
+
+    async def statistics(self, request: web.Request) -> web.Response:
+        rows = await self._do(self._server.statistics, *self._names(request), self._token(request))
+        return web.json_response({"model_stats": [http_wire.statistics_json(*row) for row in rows]})
+
+    # Inference
+
+    async def infer(self, request: web.Request) -> web.Response:
+        token = self._token(request)
+        name, version = self._names(request)
+        self._server.access.check(token, model=name)  # before a byte of the body is read
+        body = await self._body(request)
+        length = request.headers.get(http_wire.HEADER_LENGTH)
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[tuple[list[bytes | memoryview], int | None]] = loop.create_future()
+        tickets: list[Ticket] = []
+
+        def run() -> None:
+            call: InferCall | None = None
+
+            def reply(found: InferReply | ServeError) -> None:
+                try:
+                    if isinstance(found, ServeError):
+                        raise found
+                    assert call is not None
+                    loop.call_soon_threadsafe(_set, waiting, http_wire.write_reply(found, call), None)
+                except Exception as error:
+                    loop.call_soon_threadsafe(_set, waiting, None, error)
+
+            try:
+                call = http_wire.read_call(name, version, body, length)
+                call.token = token
+                tickets.append(self._server.infer(call, reply))
+            except Exception as error:
+                loop.call_soon_threadsafe(_set, waiting, None, error)
+
+        try:
+            await asyncio.wrap_future(self._pool.submit(run))
+            parts, head = await waiting
+        except asyncio.CancelledError:
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+        headers = {"Content-Type": "application/json"}
+        if head is not None:
+            headers = {"Content-Type": "application/octet-stream", http_wire.HEADER_LENGTH: str(head)}
+        return web.Response(body=parts[0] if len(parts) == 1 else b"".join(parts), headers=headers)
+
+    # Repository
+
+    async def index(self, request: web.Request) -> web.Response:
+        body = http_wire.read_json(await self._body(request))
+        rows = await self._do(
+            functools.partial(self._server.index, ready=bool(body.get("ready")), token=self._token(request))
+        )
+        made = [{k: v for k, v in vars(row).items() if v or k == "name"} for row in rows]
+        return web.json_response(made)
+
+    async def load(self, request: web.Request) -> web.Response:
+        body = http_wire.read_json(await self._body(request))
+        given = http_wire.read_parameters(body.get("parameters"))
+        await self._do(self._server.load, request.match_info["model"], given, self._token(request))
+        return web.Response()
+
+    async def unload(self, request: web.Request) -> web.Response:
+        await self._body(request)
+        await self._do(self._server.unload, request.match_info["model"], self._token(request))
+        return web.Response()
+
+    # Shared memory
+
+    async def memory_status(self, request: web.Request) -> web.Response:
+        rows = self._server.memory_status(request.match_info.get("region", ""), self._token(request))
+        keys = ("name", "key", "offset", "byte_size")
+        return web.json_response([{key: getattr(row, key) for key in keys} for row in rows])
+
+    async def register_memory(self, request: web.Request) -> web.Response:
+        body = http_wire.read_json(await self._body(request))
+        key, offset, size = body.get("key"), body.get("offset", 0), body.get("byte_size")
+        if not isinstance(key, str) or not isinstance(offset, int) or not isinstance(size, int):
+            raise invalid("registering shared memory takes a key, an offset and a byte_size")
+        region = request.match_info["region"]
+        await self._do(self._server.register_memory, region, key, offset, size, self._token(request))
+        return web.Response()
+
+    async def unregister_memory(self, request: web.Request) -> web.Response:
+        region = request.match_info.get("region", "")
+        await self._do(self._server.unregister_memory, region, self._token(request))
+        return web.Response()
+
+    async def cuda_status(self, request: web.Request) -> web.Response:
+        self._server.access.check(self._token(request))
+        if region := request.match_info.get("region"):
+            raise ServeError(Code.NOT_FOUND, f"Unable to find CUDA shared memory region: '{region}'")
+        return web.json_response([])
+
+    async def cuda_refused(self, request: web.Request) -> web.Response:
+        self._server.access.check(self._token(request), control=True)
+        if request.path.endswith("/unregister") and "region" not in request.match_info:
+            return web.Response()
+        raise ServeError(Code.UNIMPLEMENTED, "CUDA shared memory is not available: GPUs not supported")
+
+    # Settings
+
+    async def trace_setting(self, request: web.Request) -> web.Response:
+        changes: dict[str, list[str] | None] = {}
+        if request.method == "POST":
+            for key, value in http_wire.read_json(await self._body(request)).items():
+                one_or_more = value if isinstance(value, list) else [value]
+                changes[key] = None if value is None else [str(v) for v in one_or_more]
+        model = request.match_info.get("model", "")
+        found = await self._do(self._server.trace_settings, model, changes, self._token(request))
+        return web.json_response({key: v if key == "trace_level" else v[0] for key, v in found.items()})
+
+    async def log_settings(self, request: web.Request) -> web.Response:
+        changes = {}
+        if request.method == "POST":
+            changes = http_wire.read_parameters(http_wire.read_json(await self._body(request)))
+        return web.json_response(await self._do(self._server.log_settings, changes, self._token(request)))
+
+
+def _set(waiting: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if waiting.done():  # the client went away
+        return
+    if error is not None:
+        waiting.set_exception(error)
+    else:
+        waiting.set_result(result)

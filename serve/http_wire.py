@@ -1,0 +1,211 @@
+"""Between REST v2's JSON (with its binary tensor extension) and the server's own types."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from accel.serve.grpc_wire import memory_slice, wanted_output
+from accel.serve.inference import DurationStatistic, ModelStatistics, Parameter
+from accel.serve.server import ModelMetadata
+from accel.serve.tensors import encode, invalid
+from accel.serve.transport import InferCall, InferReply, WireInput
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+# In JSON they would lose their meaning: numbers there are decimal.
+_BINARY_ONLY = ("FP16", "BF16")
+
+
+def read_json(body: bytes | memoryview) -> dict[str, Any]:
+    """A JSON object. ``INVALID_ARGUMENT`` where it is none."""
+    try:
+        found = json.loads(bytes(body)) if body else {}
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"failed to parse the request JSON buffer: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict):
+        raise invalid("the request has to be a JSON object")
+    return found
+
+
+def read_parameters(given: Any) -> dict[str, Parameter]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(v, bool | int | float | str) for v in given.values()):
+        raise invalid("parameters have to be an object of booleans, numbers and strings")
+    return dict(given)
+
+
+def read_call(model: str, version: str, body: bytes, header_length: str | None) -> InferCall:
+    """An inference request: JSON, and behind its first ``header_length`` bytes the binary tensors."""
+    length = len(body)
+    if header_length is not None:
+        if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
+            raise invalid(f"invalid {HEADER_LENGTH}, expected at most the size of the body, got '{header_length[:32]}'")
+        length = int(header_length)
+    view = memoryview(body)
+    head, rest = read_json(view[:length]), view[length:]
+    inputs, used = [], 0
+    for row in _rows(head.get("inputs"), "inputs"):
+        made, size = _input(row, rest[used:])
+        inputs.append(made)
+        used += size
+    if used != len(rest):
+        raise invalid(f"unexpected additional input data for model '{model}': {len(rest) - used} bytes")
+    given = read_parameters(head.get("parameters"))
+    binary = given.pop("binary_data_output", False)
+    outputs = []
+    for row in _rows(head.get("outputs", []), "outputs"):
+        asked = read_parameters(row.get("parameters"))
+        asked.setdefault("binary_data", binary)
+        outputs.append(wanted_output(_text(row, "name", "output"), asked))
+    request_id = head.get("id", "")
+    if not isinstance(request_id, str):
+        raise invalid("the id has to be a string")
+    call = InferCall(model, version, request_id, inputs, outputs, given)
+    call.binary = bool(binary)
+    return call
+
+
+def _rows(found: Any, what: str) -> list[dict[str, Any]]:
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise invalid(f"{what} has to be a list of objects")
+    return found
+
+
+def _text(row: dict[str, Any], key: str, what: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise invalid(f"each {what} has to have a {key} that is a string")
+    return value
+
+
+def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
+    name, kind = _text(row, "name", "input"), _text(row, "datatype", "input")
+    shape = row.get("shape")
+    if not isinstance(shape, list) or not all(isinstance(d, int) and not isinstance(d, bool) for d in shape):
+        raise invalid(f"the shape of input '{name}' has to be a list of integers")
+    given = read_parameters(row.get("parameters"))
+    made = WireInput(name, kind, tuple(shape))
+    size = given.pop("binary_data_size", None)
+    made.slice = memory_slice(given, name)
+    ways = [way for way, there in (("data", "data" in row), ("binary_data_size", size is not None)) if there]
+    if made.slice is not None:
+        ways.append("shared_memory_region")
+    if len(ways) != 1:
+        raise invalid(
+            f"input '{name}' has to have data, binary_data_size or a shared memory region, and only one of them"
+        )
+    if size is not None:
+        if isinstance(size, bool | float | str) or not 0 <= size <= len(rest):
+            raise invalid(f"binary_data_size of input '{name}' is {size}, {len(rest)} bytes are left")
+        made.raw = rest[:size]
+        return made, size
+    if "data" in row:
+        if kind in _BINARY_ONLY:
+            raise invalid(f"sending {kind} data via JSON is not supported, use binary data for input '{name}'")
+        made.values = _flat(name, kind, row["data"])
+    return made, 0
+
+
+def _flat(name: str, kind: str, data: Any) -> Any:
+    """The values of a list that may be nested, row-major."""
+    if not isinstance(data, list):
+        data = [data]
+    if kind == "BYTES":
+        return _strings(name, data, 0)
+    if data and isinstance(data[0], list):
+        try:
+            return np.asarray(data).ravel()
+        except (ValueError, OverflowError):
+            raise invalid(f"the rows of input '{name}' differ in length or hold no numbers") from None
+    return data
+
+
+def _strings(name: str, data: list[Any], depth: int) -> list[str]:
+    found: list[str] = []
+    for value in data:
+        if isinstance(value, list) and depth < 32:
+            found += _strings(name, value, depth + 1)
+        elif isinstance(value, str):
+            found.append(value)
+        else:
+            raise invalid(f"input '{name}' is BYTES, its data has to be strings")
+    return found
+
+
+def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memoryview], int | None]:
+    """The parts of the body, and the length of its JSON where binary tensors follow it."""
+    asked = {output.name: output.parameters.get("binary_data", False) for output in call.outputs or ()}
+    rows: list[dict[str, Any]] = []
+    blobs: list[bytes | memoryview] = []
+    for tensor in reply.outputs:
+        row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        if tensor.slice is not None:
+            row["parameters"] = {
+                "shared_memory_region": tensor.slice.region,
+                "shared_memory_byte_size": tensor.slice.byte_size,
+                "shared_memory_offset": tensor.slice.offset,
+            }
+        elif tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
+            blob = encode(tensor.array, tensor.datatype)
+            row["parameters"] = {"binary_data_size": len(blob)}
+            blobs.append(blob)
+        elif tensor.array is not None:
+            row["data"] = _values(tensor.array, tensor.datatype)
+        rows.append(row)
+    body: dict[str, Any] = {"model_name": reply.model, "model_version": reply.version, "outputs": rows}
+    if reply.id:
+        body["id"] = reply.id
+    if reply.parameters:
+        body["parameters"] = dict(reply.parameters)
+    head = json.dumps(body, separators=(",", ":")).encode()
+    return [head, *blobs], len(head) if blobs else None
+
+
+def _values(array: np.ndarray, kind: str) -> list[Any]:
+    if kind == "BYTES":
+        try:
+            return [value.decode() if isinstance(value, bytes) else str(value) for value in array.ravel()]
+        except UnicodeDecodeError:
+            raise invalid("an output holds a string that is not UTF-8; ask for it with binary_data") from None
+    values: list[Any] = array.ravel().tolist()
+    return values
+
+
+def metadata_json(found: ModelMetadata) -> dict[str, Any]:
+    def rows(tensors: Any) -> list[dict[str, Any]]:
+        return [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
+
+    return {
+        "name": found.name,
+        "versions": list(found.versions),
+        "platform": found.platform,
+        "inputs": rows(found.inputs),
+        "outputs": rows(found.outputs),
+    }
+
+
+def statistics_json(name: str, version: str, found: ModelStatistics) -> dict[str, Any]:
+    """One model's statistics as Triton's HTTP face writes them."""
+
+    def duration(value: DurationStatistic) -> dict[str, int]:
+        return {"count": value.count, "ns": value.ns}
+
+    fields = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": found.last_inference_ms,
+        "inference_count": found.inference_count,
+        "execution_count": found.execution_count,
+        "inference_stats": {field: duration(getattr(found, field)) for field in fields},
+        "batch_stats": [
+            {"batch_size": size}
+            | dict(zip(("compute_input", "compute_infer", "compute_output"), map(duration, durations), strict=True))
+            for size, durations in sorted(found.batches.items())
+        ],
+        "response_stats": {},
+        "memory_usage": [],
+    }

@@ -1,0 +1,118 @@
+"""From a model's folder to a version that serves: opened, completed, warmed up, scheduled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, BadRepository
+from accel.runtimes.base import BaseSession, Session, open_session
+from accel.serve import model_config
+from accel.serve.inference import Executor
+from accel.serve.model import ServedModel, make_executor
+from accel.serve.model_config import ModelConfig
+from accel.serve.model_files import ModelFolder, Trust
+from accel.serve.tensors import DATATYPES
+
+log = logging.getLogger("accel.serve")
+
+MakeExecutor = Callable[..., Executor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How models are loaded. ``threads``: of each session where its config says nothing (0: the runtime's choice)."""
+
+    trust: Trust = field(default_factory=Trust)
+    threads: int = 0
+    warm_up: bool = True
+    make: MakeExecutor = make_executor
+
+
+def load_version(
+    folder: ModelFolder, version: str, loading: Loading, override: ModelConfig | None = None, files: Any = None
+) -> ServedModel:
+    """Load one version. ``override``: the config to take in place of ``config.pbtxt``."""
+    if override is not None:
+        config, batch_given = type(override)(), True
+        config.CopyFrom(override)
+    else:
+        config, batch_given = folder.config()
+    _supported(config)
+    artifact = folder.open(version, config, loading.trust)
+    model_config.complete(config, folder.name, artifact.signature, artifact.kind, batch_given=batch_given)
+    scheduling = model_config.scheduling(config, artifact.signature)
+    options = {"threads": threads} if (threads := scheduling.threads or loading.threads) else {}
+
+    def opened() -> Session:
+        session = open_session(artifact, None, options)
+        try:
+            if loading.warm_up:
+                _warm_up(session, config, artifact, scheduling.max_batch_size)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    executor = loading.make(artifact.signature, scheduling, opened, name=folder.name, version=version)
+    return ServedModel(
+        name=folder.name,
+        version=version,
+        config=config,
+        signature=artifact.signature,
+        scheduling=scheduling,
+        executor=executor,
+        labels=folder.labels(config),
+        files=files,
+    )
+
+
+def _supported(config: ModelConfig) -> None:
+    if config.backend == "python":
+        raise BadRepository(f"model '{config.name}' is Python code, which is not run; export the model instead")
+
+
+def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:
+    """What the config's ``model_warmup`` says, else one run at batch 1 (or the smallest) and one at the largest."""
+    if config.model_warmup:
+        for sample in config.model_warmup:
+            feeds = _sample(sample, config, artifact)
+            for _ in range(max(1, sample.count)):
+                session.run(feeds)
+        return
+    batch = artifact.signature.batch_dim
+    sizes: list[dict[str, int]] = [{}]
+    if batch is not None and largest:
+        sizes = [{batch: size} for size in sorted({artifact.signature.dims[batch].min, largest})]
+    for size in sizes:
+        feeds = session.example_inputs(**size)
+        try:
+            session.run(feeds)
+        except (AccelError, RuntimeError) as error:
+            # Random inputs can be ones that the model refuses: no reason not to serve it.
+            log.warning("warm-up failed", extra={"model": config.name, "reason": " ".join(str(error).split())[:300]})
+
+
+def _sample(sample: Any, config: ModelConfig, artifact: Artifact) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    feeds = {}
+    for name, given in sample.inputs.items():
+        kind = DATATYPES[model_config.datatype(given)]
+        shape = (*((sample.batch_size,) if config.max_batch_size else ()), *given.dims)
+        if given.WhichOneof("input_data_type") == "input_data_file":
+            raise BadRepository(f"model '{config.name}': warm-up from a file is not supported; use random_data: true")
+        if kind.name == "BYTES":
+            feeds[name] = np.full(shape, "", dtype=object)
+        elif given.random_data:
+            feeds[name] = rng.integers(0, 2, size=shape).astype(kind.numpy)
+        else:
+            feeds[name] = np.zeros(shape, dtype=kind.numpy)
+    missing = [spec.name for spec in artifact.signature.inputs if spec.name not in feeds]
+    if missing:
+        raise BadRepository(f"model '{config.name}': the warm-up sample '{sample.name}' lacks the input {missing[0]!r}")
+    return feeds

@@ -1,0 +1,174 @@
+"""One version of one model, loaded: what it takes and gives, and requests on their way into its executor."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel.child import resolve
+from accel.serve.inference import (
+    Answer,
+    Code,
+    Executor,
+    InferenceRequest,
+    ModelStatistics,
+    ServeError,
+    Ticket,
+)
+from accel.serve.model_config import ModelConfig, datatype
+from accel.serve.scheduling import Scheduling
+from accel.serve.tensors import DATATYPES, invalid, shape_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.runtimes.base import Session
+    from accel.signature import Signature
+
+EXECUTOR = "accel.serve.executor:make_executor"
+
+
+def make_executor(
+    signature: Signature,
+    scheduling: Scheduling,
+    open_session: Callable[[], Session],
+    *,
+    name: str,
+    version: str,
+) -> Executor:
+    """The executor for a model that is scheduled like this. Opens its sessions."""
+    if importlib.util.find_spec(EXECUTOR.partition(":")[0]) is None:
+        from accel.serve.direct import DirectExecutor
+
+        return DirectExecutor(open_session, name=name, version=version, instances=scheduling.instances)
+    made: Executor = resolve(EXECUTOR)(signature, scheduling, open_session, name=name, version=version)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTensor:
+    """An input or output as clients see it. ``shape``: with the batch, -1 where a dim is dynamic."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+    labels: tuple[str, ...] = ()
+
+
+class Retired(Exception):
+    """This version was replaced while a request was on its way to it: look it up again."""
+
+
+@dataclass(kw_only=True, eq=False)
+class ServedModel:
+    """A version that serves. ``files``: what it was loaded from, to see whether it has to be loaded again."""
+
+    name: str
+    version: str
+    config: ModelConfig
+    signature: Signature
+    scheduling: Scheduling
+    executor: Executor
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    files: Any = None
+    inputs: dict[str, ServedTensor] = field(init=False)
+    outputs: dict[str, ServedTensor] = field(init=False)
+    required: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        batch = (-1,) if self.scheduling.max_batch_size else ()
+        mask = self.scheduling.lengths.mask if self.scheduling.lengths else None
+        self.inputs = {
+            t.name: ServedTensor(t.name, datatype(t), (*batch, *t.dims), t.optional or t.name == mask)
+            for t in self.config.input
+        }
+        self.outputs = {
+            t.name: ServedTensor(t.name, datatype(t), (*batch, *t.dims), labels=self.labels.get(t.name, ()))
+            for t in self.config.output
+        }
+        self.required = frozenset(name for name, t in self.inputs.items() if not t.optional)
+        self._entered = 0
+        self._retired = False
+        self._state = threading.Condition()
+
+    def check_input(self, name: str, kind: str, shape: Sequence[int]) -> ServedTensor:
+        """The input this tensor is for. ``INVALID_ARGUMENT`` where the name, datatype or shape isn't the model's."""
+        spec = self.inputs.get(name)
+        if spec is None:
+            raise invalid(f"unexpected inference input '{name}' for model '{self.name}'")
+        if kind != spec.datatype:
+            if kind not in DATATYPES:
+                raise invalid(f"unsupported data type '{kind}' for input '{name}', use one of {', '.join(DATATYPES)}")
+            raise invalid(
+                f"inference input '{name}' data-type is '{kind}', but model '{self.name}' expects '{spec.datatype}'"
+            )
+        wanted = spec.shape
+        if len(shape) != len(wanted) or any(
+            size < 0 or (size != dim and dim >= 0) for size, dim in zip(shape, wanted, strict=True)
+        ):
+            note = (
+                " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+                "prepended to each input shape."
+                if self.scheduling.max_batch_size
+                else ""
+            )
+            raise invalid(
+                f"unexpected shape for input '{name}' for model '{self.name}'. Expected {shape_text(wanted)}, "
+                f"got {shape_text(shape)}.{note}"
+            )
+        return spec
+
+    def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Whether all are there, agree about the batch and don't pass the largest."""
+        if missing := self.required.difference(inputs):
+            got = ",".join(f"'{name}'" for name in inputs)
+            lacking = ",".join(f"'{name}'" for name in self.inputs if name in missing)
+            raise invalid(
+                f"expected {len(self.inputs)} inputs but got {len(inputs)} inputs for model '{self.name}'. Got "
+                f"input(s) [{got}], but missing required input(s) [{lacking}]. Please provide all required input(s)."
+            )
+        largest = self.scheduling.max_batch_size
+        if not largest or not inputs:
+            return
+        first = next(iter(inputs.values())).shape[0]
+        for name, value in inputs.items():
+            if value.shape[0] != first:
+                raise invalid(f"input '{name}' batch size does not match other inputs for '{self.name}'")
+        if first > largest:
+            raise invalid(f"inference request batch-size must be <= {largest} for '{self.name}'")
+        if first == 0:
+            raise invalid(f"inference request batch-size must be >= 1 for '{self.name}'")
+
+    def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
+        """Into the executor. ``Retired`` where this version has been replaced since it was looked up."""
+        with self._state:
+            if self._retired:
+                raise Retired
+            self._entered += 1
+        try:
+            return self.executor.submit(request, answer)
+        finally:
+            with self._state:
+                self._entered -= 1
+                if not self._entered:
+                    self._state.notify_all()
+
+    def statistics(self) -> ModelStatistics:
+        return self.executor.statistics()
+
+    def retire(self, timeout: float) -> None:
+        """Take no more requests, answer those that were taken for at most ``timeout`` seconds, release the model."""
+        with self._state:
+            self._retired = True
+            self._state.wait_for(lambda: not self._entered, timeout)
+        self.executor.close(timeout)
+
+
+def unknown(name: str, version: str = "") -> ServeError:
+    """A model, or a version of it, that isn't served."""
+    which = f"'{name}' version {version}" if version else f"'{name}'"
+    return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")

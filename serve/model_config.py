@@ -1,0 +1,287 @@
+"""``config.pbtxt``: read, completed from what the model's own file says, checked against it, and read as scheduling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf import json_format, text_format
+
+from accel.errors import BadRepository
+from accel.serve import proto
+from accel.serve.scheduling import LengthBatching, QueuePolicy, Scheduling, SequenceBatching
+from accel.serve.tensors import BY_CONFIG, BY_FIELD, DATATYPES
+from accel.signature import Signature, TensorSpec
+
+# A protobuf message of the private pool: no generated class exists to annotate with.
+ModelConfig = Any
+
+PLATFORMS = {
+    "onnx": ("onnxruntime_onnx", "onnxruntime"),
+    "openvino": ("openvino", "openvino"),
+    "engine": ("tensorrt_plan", "tensorrt"),
+    "torch": ("pytorch_libtorch", "pytorch"),
+}
+# Our own options live in the config's free parameters, so that the file stays one that Triton reads.
+LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
+QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
+_KNOWN = {LENGTH_DIM, LENGTH_MASK, THREADS, QUEUE_ROWS, QUEUE_BYTES}
+_CONTROLS = {
+    "CONTROL_SEQUENCE_START": "START",
+    "CONTROL_SEQUENCE_READY": "READY",
+    "CONTROL_SEQUENCE_END": "END",
+    "CONTROL_SEQUENCE_CORRID": "CORRID",
+}
+_MAX_CONFIG = 1 << 20
+
+
+def parse(text: str, where: str) -> ModelConfig:
+    """A ``config.pbtxt``. ``BadRepository`` with the line where it can't be read."""
+    config = proto.message("ModelConfig")()
+    if len(text) > _MAX_CONFIG:
+        raise BadRepository(f"{where} is larger than {_MAX_CONFIG} bytes; a config is a few lines")
+    try:
+        text_format.Parse(text, config, descriptor_pool=proto.POOL)
+    except (text_format.ParseError, RecursionError) as error:
+        raise BadRepository(f"can't read {where}: {_one_line(error)}; see Triton's model configuration") from None
+    return config
+
+
+def parse_json(text: str, where: str) -> ModelConfig:
+    """The config that a load request brings as JSON."""
+    config = proto.message("ModelConfig")()
+    try:
+        json_format.Parse(text, config, descriptor_pool=proto.POOL)
+    except (json_format.ParseError, RecursionError) as error:
+        raise BadRepository(f"can't read {where}: {_one_line(error)}; send a ModelConfig as JSON") from None
+    return config
+
+
+def to_json(config: ModelConfig) -> dict[str, Any]:
+    """The config as Triton's HTTP face writes it."""
+    body: dict[str, Any] = json_format.MessageToDict(
+        config,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        descriptor_pool=proto.POOL,
+    )
+    for tensor in (*body.get("input", ()), *body.get("output", ())):  # int64 is text in protobuf's JSON
+        tensor["dims"] = [int(dim) for dim in tensor.get("dims", ())]
+    return body
+
+
+def complete(config: ModelConfig, name: str, signature: Signature, kind: str, *, batch_given: bool) -> None:
+    """Fill in what ``config`` leaves out and check the rest against the model's ``signature``.
+
+    ``batch_given``: whether the file says ``max_batch_size`` itself (0 and nothing look the same in the message).
+    Raises ``BadRepository`` where the config contradicts the model.
+    """
+    if config.name and config.name != name:
+        raise BadRepository(f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts")
+    config.name = name
+    platform, backend = PLATFORMS[kind]
+    config.platform = config.platform or platform
+    config.backend = config.backend or backend
+    if not batch_given and not config.input and not config.output:
+        config.max_batch_size = _largest_batch(signature)
+        if config.max_batch_size and not config.HasField("sequence_batching"):
+            config.dynamic_batching.SetInParent()
+    batching = config.max_batch_size > 0
+    if batching and signature.batch_dim is None:
+        raise BadRepository(f"model '{name}' has no dynamic batch dim that its inputs share; set max_batch_size to 0")
+    for role, found, specs in (
+        ("input", config.input, signature.inputs),
+        ("output", config.output, signature.outputs),
+    ):
+        _complete_tensors(name, role, found, specs, batching, kept_by_server(config))
+    if not config.HasField("version_policy"):
+        config.version_policy.latest.num_versions = 1
+    if not config.instance_group:
+        config.instance_group.add(name=name, count=1, kind="KIND_CPU")
+
+
+def _complete_tensors(
+    name: str, role: str, found: Any, specs: Iterable[TensorSpec], batching: bool, hidden: set[str]
+) -> None:
+    by_name = {spec.name: spec for spec in specs}
+    for tensor in found:
+        spec = by_name.get(tensor.name)
+        if spec is None:
+            has = ", ".join(by_name)
+            raise BadRepository(f"model '{name}' has no {role} '{tensor.name}', which its config names; it has: {has}")
+        wanted = config_dtype(spec)
+        if not tensor.data_type:
+            tensor.data_type = wanted
+        elif tensor.data_type != wanted:
+            raise BadRepository(
+                f"model '{name}', {role} '{spec.name}': the config says "
+                f"{proto.enum_name('DataType', tensor.data_type)}, the model {proto.enum_name('DataType', wanted)}"
+            )
+        if tensor.HasField("reshape"):
+            raise BadRepository(f"model '{name}', {role} '{spec.name}': reshape is not supported; take it out")
+        dims = config_dims(spec, batching)
+        if not tensor.dims:
+            tensor.dims.extend(dims)
+        given = list(tensor.dims)
+        if len(given) != len(dims) or any(a != b and -1 not in (a, b) for a, b in zip(given, dims, strict=True)):
+            note = "; with max_batch_size above 0 the dims leave the batch out" if batching else ""
+            raise BadRepository(
+                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, the model's {dims}{note}"
+            )
+    listed = {tensor.name for tensor in found}
+    if listed and role == "output":
+        return  # outputs that the config leaves out are not offered
+    for spec in by_name.values():
+        if spec.name not in listed | hidden:
+            found.add(name=spec.name, data_type=config_dtype(spec), dims=config_dims(spec, batching))
+
+
+def kept_by_server(config: ModelConfig) -> set[str]:
+    """Inputs and outputs that clients don't send or get: the state and the controls of a sequence."""
+    batching = config.sequence_batching
+    states = {name for state in batching.state for name in (state.input_name, state.output_name)}
+    return states | {entry.name for entry in batching.control_input}
+
+
+def config_dtype(spec: TensorSpec) -> int:
+    """The number of the spec's dtype in the config. ``BadRepository`` where the protocol has none for it."""
+    if spec.dtype not in BY_FIELD:
+        raise BadRepository(f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry")
+    return proto.enum_number("DataType", DATATYPES[BY_FIELD[spec.dtype]].config)
+
+
+def config_dims(spec: TensorSpec, batching: bool) -> list[int]:
+    """The spec's dims as a config has them: -1 where dynamic, without the batch where the model batches."""
+    dims = [-1 if isinstance(dim, str) else dim for dim in spec.shape]
+    return dims[1:] if batching else dims
+
+
+def datatype(tensor: Any) -> str:
+    """The protocol's name for the dtype of a config's input or output."""
+    return BY_CONFIG[proto.enum_name("DataType", tensor.data_type)]
+
+
+def _largest_batch(signature: Signature) -> int:
+    """The largest batch, where every input and output has the batch as its first dim; else 0."""
+    batch = signature.batch_dim
+    specs = (*signature.inputs, *signature.outputs)
+    if batch is None or not all(spec.shape and spec.shape[0] == batch for spec in signature.inputs):
+        return 0
+    if not all(spec.shape and isinstance(spec.shape[0], str) for spec in specs):
+        return 0
+    return signature.dims[batch].max
+
+
+def scheduling(config: ModelConfig, signature: Signature) -> Scheduling:
+    """How requests are queued and batched. ``BadRepository`` for what isn't supported."""
+    name = config.name
+    dynamic = config.HasField("dynamic_batching")
+    batching = config.dynamic_batching
+    largest = config.max_batch_size
+    if dynamic and not largest:
+        raise BadRepository(f"model '{name}' has dynamic_batching and max_batch_size 0; set max_batch_size")
+    preferred = tuple(sorted(batching.preferred_batch_size))
+    if preferred and not 0 < preferred[0] <= preferred[-1] <= largest:
+        raise BadRepository(f"model '{name}': preferred_batch_size has to be from 1 to max_batch_size ({largest})")
+    options = _parameters(config)
+    smallest = signature.dims[signature.batch_dim].min if signature.batch_dim and largest else 1
+    return Scheduling(
+        max_batch_size=largest,
+        dynamic=dynamic,
+        preferred=preferred,
+        max_delay_us=batching.max_queue_delay_microseconds,
+        allowed=tuple(range(smallest, largest + 1)) if smallest > 1 else None,
+        preserve_ordering=batching.preserve_ordering,
+        priority_levels=batching.priority_levels,
+        default_priority=batching.default_priority_level,
+        default_policy=_policy(batching.default_queue_policy),
+        policies={int(level): _policy(policy) for level, policy in batching.priority_queue_policy.items()},
+        instances=max(1, sum(max(1, group.count) for group in config.instance_group)),
+        threads=_number(name, options, THREADS, 0),
+        queue_rows=_number(name, options, QUEUE_ROWS, Scheduling.queue_rows),
+        queue_bytes=_number(name, options, QUEUE_BYTES, Scheduling.queue_bytes),
+        lengths=_lengths(config, signature, options) if dynamic else None,
+        sequence=_sequence(config),
+        decoupled=config.model_transaction_policy.decoupled,
+        response_cache=config.response_cache.enable,
+    )
+
+
+def _parameters(config: ModelConfig) -> dict[str, str]:
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def _number(name: str, options: Mapping[str, str], key: str, default: int) -> int:
+    text = options.get(key)
+    if text is None:
+        return default
+    if not text.isdigit():
+        raise BadRepository(f"model '{name}': the parameter {key} is {text!r}; write a number that isn't negative")
+    return int(text)
+
+
+def _policy(policy: Any) -> QueuePolicy:
+    return QueuePolicy(
+        max_queue_size=policy.max_queue_size,
+        timeout_us=policy.default_timeout_microseconds,
+        timeout_action="delay" if policy.timeout_action else "reject",
+        allow_override=policy.allow_timeout_override,
+    )
+
+
+def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, str]) -> LengthBatching | None:
+    """Which dim may differ between the requests of a batch: the one named, else the only dynamic one beside the batch
+    of a model with a mask (without a mask padding would change what the model computes)."""
+    batch = signature.batch_dim
+    others = [dim for dim in signature.dynamic_dims if dim != batch]
+    dim = options.get(LENGTH_DIM)
+    if dim is not None and dim not in others:
+        raise BadRepository(f"model '{config.name}' has no dynamic dim {dim!r}; it has: {', '.join(others) or 'none'}")
+    ragged = any(tensor.allow_ragged_batch for tensor in config.input)
+    if dim is None:
+        if len(others) != 1:
+            if ragged:
+                raise BadRepository(f"model '{config.name}': say which dim is ragged with the parameter {LENGTH_DIM}")
+            return None
+        dim = others[0]
+    masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape == (batch, dim)]
+    mask = options.get(LENGTH_MASK) or (masks[0] if masks else None)
+    if mask is not None and mask not in {spec.name for spec in signature.inputs}:
+        raise BadRepository(f"model '{config.name}' has no input {mask!r}, which {LENGTH_MASK} names")
+    if mask is None and LENGTH_DIM not in options and not ragged:
+        return None
+    pad: dict[str, float] = {}
+    for key, text in options.items():
+        if key.startswith(f"{LENGTH_PAD}."):
+            try:
+                pad[key.partition(".")[2]] = float(text)
+            except ValueError:
+                raise BadRepository(f"model '{config.name}': the parameter {key} is {text!r}; write a number") from None
+    outputs = {spec.name: spec.shape.index(dim) for spec in signature.outputs if dim in spec.shape}
+    return LengthBatching(dim=dim, mask=mask, pad=pad, outputs=outputs)
+
+
+def _sequence(config: ModelConfig) -> SequenceBatching | None:
+    if not config.HasField("sequence_batching"):
+        return None
+    batching = config.sequence_batching
+    controls: dict[str, str] = {}
+    for entry in batching.control_input:
+        for control in entry.control:
+            kind = type(control).DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[control.kind].name
+            controls[_CONTROLS[kind]] = entry.name
+    return SequenceBatching(
+        states={state.output_name: state.input_name for state in batching.state},
+        controls=controls,
+        max_idle_us=batching.max_sequence_idle_microseconds or SequenceBatching.max_idle_us,
+    )
+
+
+def gives_batch(text: str) -> bool:
+    """Whether a ``config.pbtxt`` says ``max_batch_size`` itself."""
+    return re.search(r"(?m)^\s*max_batch_size\s*:", text) is not None
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,195 @@
+"""A model's folder in a repository: Triton's layout, read and opened.
+
+name/config.pbtxt         optional: completed from the model's own file
+name/labels.txt           named by an output's label_filename
+name/1/model.onnx         a version: a number above 0, with model.onnx, model.xml, model.engine or model.pt2
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import KINDS, Artifact, manifest_path
+from accel.child import resolve, run_in_child
+from accel.errors import BadRepository, ChainBroken, InvalidModel
+from accel.serve import model_config
+from accel.serve.model_config import ModelConfig
+from accel.sources import main_file
+from accel.sources.onnx_file import external_files, open_onnx, read_proto
+from accel.stage import READERS
+
+CONFIG = "config.pbtxt"
+TORCH_FILES = ("model.pt2", "model.pt")  # either may hold pickles
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
+
+# What a file is known by: changed bytes change it, a touched or replaced file too.
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """What is opened at all. ``insecure``: also a model whose manifest doesn't hold. ``allow_pickle``: also exported
+    programs and TorchScript, whose archives may hold pickles."""
+
+    insecure: bool = False
+    allow_pickle: bool = False
+
+
+def valid_name(name: str) -> bool:
+    """Whether ``name`` can be the name of a model: one plain folder name, nothing that leads elsewhere."""
+    return _NAME.fullmatch(name) is not None and ".." not in name
+
+
+def valid_version(version: str) -> bool:
+    return version.isascii() and version.isdigit() and not version.startswith("0") and len(version) < 19
+
+
+def fingerprint(folder: Path) -> Fingerprint:
+    """Every file below ``folder`` with its size, time and inode, sorted."""
+    found = []
+    for root, _, files in os.walk(folder, followlinks=True):
+        for file in files:
+            path = Path(root, file)
+            try:
+                stat = path.stat()
+            except OSError:  # gone since it was listed
+                continue
+            found.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model's folder."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def versions(self) -> list[str]:
+        """Numbers of the versions there are, oldest first."""
+        return sorted((p.name for p in self.path.iterdir() if p.is_dir() and valid_version(p.name)), key=int)
+
+    def config_text(self) -> str | None:
+        path = self.path / CONFIG
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadRepository(f"can't read {path}: {error}; write it as UTF-8 text") from None
+
+    def config(self) -> tuple[ModelConfig, bool]:
+        """The config as written, and whether it says ``max_batch_size``."""
+        text = self.config_text() or ""
+        return model_config.parse(text, f"{self.name}/{CONFIG}"), model_config.gives_batch(text)
+
+    def chosen(self, config: ModelConfig) -> list[str]:
+        """The versions that the config's policy serves (the latest one by default), oldest first."""
+        versions = self.versions()
+        if not versions:
+            raise BadRepository(
+                f"failed to load '{self.name}', no version is available; put the model in {self.name}/1"
+            )
+        policy = config.version_policy
+        kind = policy.WhichOneof("policy_choice")
+        if kind == "all":
+            return versions
+        if kind == "specific":
+            wanted = [str(version) for version in policy.specific.versions]
+            if missing := [version for version in wanted if version not in versions]:
+                raise BadRepository(
+                    f"failed to load '{self.name}', version {missing[0]} is at version policy specific and is not there"
+                )
+            return sorted(wanted, key=int)
+        return versions[-max(1, policy.latest.num_versions) :]
+
+    def open(self, version: str, config: ModelConfig, trust: Trust) -> Artifact:
+        """The artifact of a version. Raises an ``AccelError`` where it is not what it says it is."""
+        folder = self.path / version
+        named = config.default_model_filename
+        if named and Path(named).name != named:
+            raise BadRepository(f"model '{self.name}': default_model_filename {named!r} has to be a plain file name")
+        path = folder / named if named else main_file(folder)
+        if path is None:
+            path = next((folder / name for name in TORCH_FILES if (folder / name).is_file()), None)
+        if path is None or not path.is_file():
+            looked = named or "model.onnx, model.xml, model.engine or model.pt2"
+            raise BadRepository(f"model '{self.name}' version {version} has no {looked}")
+        if path.suffix in (".pt2", ".pt"):
+            if not trust.allow_pickle:
+                raise BadRepository(
+                    f"model '{self.name}' is {path.name}, which may hold pickles; export it to ONNX with accel export, "
+                    "or pass --allow-pickle"
+                )
+            from accel.sources import open_source
+
+            return open_source(path)
+        if path.suffix not in KINDS:
+            raise BadRepository(f"model '{self.name}': {path.name} is none of {', '.join(KINDS)} or .pt2")
+        return _open(path, KINDS[path.suffix], trust)
+
+    def labels(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """Class labels by output, from the files that the config names."""
+        found = {}
+        for output in config.output:
+            name = output.label_filename
+            if not name:
+                continue
+            if Path(name).name != name:
+                raise BadRepository(f"model '{self.name}': label_filename {name!r} has to be a plain file name")
+            try:
+                text = (self.path / name).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise BadRepository(f"model '{self.name}': can't read the labels in {name} ({error})") from None
+            found[output.name] = tuple(text.splitlines())
+        return found
+
+    def fingerprints(self, versions: list[str]) -> dict[str, Any]:
+        """By version what decides whether it has to be loaded again: its own files, and the config and labels."""
+        shared = tuple(
+            (p.name, p.stat().st_size, p.stat().st_mtime_ns, p.stat().st_ino)
+            for p in sorted(self.path.iterdir())
+            if p.is_file()
+        )
+        return {version: (shared, fingerprint(self.path / version)) for version in versions}
+
+
+def _open(path: Path, kind: str, trust: Trust) -> Artifact:
+    try:
+        if kind == "onnx":
+            return open_onnx(path)
+        if not manifest_path(path).is_file():
+            return _bare(path, kind)
+        artifact = Artifact.open(path)
+        assert artifact.manifest is not None
+        if artifact.hashes() != dict(artifact.manifest.files):
+            raise InvalidModel(
+                f"{path} is not the file its manifest describes (its sha256 differs); make it again, or pass --insecure"
+            )
+        return artifact
+    except (InvalidModel, ChainBroken):
+        if not trust.insecure or not manifest_path(path).is_file():
+            raise
+        return _bare(path, kind)
+
+
+def _bare(path: Path, kind: str) -> Artifact:
+    """The file as it is, by what it declares itself. A native parser reads it in a child process."""
+    if kind not in READERS:
+        raise InvalidModel(
+            f"{path} has no manifest that holds, and nothing else says what an engine takes; build it again"
+        )
+    companions: tuple[str, ...] = (path.with_suffix(".bin").name,) if kind == "openvino" else ()
+    if kind == "onnx":
+        signature, properties = resolve(READERS[kind])(path)
+        companions = external_files(read_proto(path))
+    else:
+        signature, properties = run_in_child(READERS[kind], timeout=600, path=path)
+    return Artifact(path=path, kind=kind, signature=signature, properties=properties, companions=companions)

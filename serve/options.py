@@ -1,0 +1,93 @@
+"""Everything ``accel serve`` can be told, in one place that travels to its processes as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel.errors import UsageError
+from accel.serve.access import Access, read_tokens
+from accel.serve.loading import Loading
+from accel.serve.model_files import Trust
+from accel.serve.repository import Repository
+
+if TYPE_CHECKING:
+    from accel.serve.grpc_front import Tls
+    from accel.serve.server import InferenceServer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """``grpc_port``/``http_port``: 0 takes a free one, None has no such face. ``models``: loaded at first in explicit
+    mode. ``threads``: of each session, 0 for what the runtime (or the process's share of the cores) gives.
+    ``drain``: seconds that requests have to end after SIGTERM. ``tokens``, ``tls_*``, ``log_file``: paths."""
+
+    repository: str
+    host: str = "127.0.0.1"
+    grpc_port: int | None = 8001
+    http_port: int | None = 8000
+    mode: str = "none"
+    models: tuple[str, ...] = ()
+    poll_seconds: float = 15.0
+    processes: int = 1
+    threads: int = 0
+    grpc_threads: int = 128
+    max_message: int = (1 << 31) - 1
+    drain: float = 30.0
+    tokens: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    insecure: bool = False
+    allow_pickle: bool = False
+    strict_readiness: bool = False
+    log_file: str | None = None
+    log_level: str = "info"
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> ServeOptions:
+        body = json.loads(text)
+        return cls(**{**body, "models": tuple(body["models"])})
+
+    def tls(self) -> Tls | None:
+        """``UsageError`` where only a part of it is given."""
+        from accel.serve.grpc_front import Tls
+
+        if not (self.tls_certificate or self.tls_key or self.tls_client_ca):
+            return None
+        if not (self.tls_certificate and self.tls_key):
+            raise UsageError("TLS needs both --tls-certificate and --tls-key")
+        ca = Path(self.tls_client_ca) if self.tls_client_ca else None
+        return Tls(certificate=Path(self.tls_certificate), key=Path(self.tls_key), client_ca=ca)
+
+    def open_repository(self) -> Repository:
+        """The repository, nothing of it loaded."""
+        return Repository(
+            Path(self.repository),
+            mode=self.mode,
+            startup=self.models,
+            loading=Loading(
+                trust=Trust(insecure=self.insecure, allow_pickle=self.allow_pickle),
+                threads=self.threads,
+            ),
+            poll_seconds=self.poll_seconds,
+            drain=self.drain,
+        )
+
+    def open_server(self) -> InferenceServer:
+        """The server, nothing loaded and nothing listening."""
+        from accel.serve.server import InferenceServer
+
+        access = read_tokens(Path(self.tokens)) if self.tokens else Access()
+        return InferenceServer(
+            self.open_repository(),
+            access=access,
+            strict_readiness=self.strict_readiness,
+            # So many threads stay free for the other models when one hangs.
+            max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
+        )

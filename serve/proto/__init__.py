@@ -1,0 +1,57 @@
+"""The messages of the Open Inference Protocol as Triton speaks it, and of its ``config.pbtxt``.
+
+``inference.binpb`` is a FileDescriptorSet (BSD-3, see ``LICENSE.txt``; made by ``regenerate.py``). It goes into a pool
+of its own: generated modules, or the default pool, would clash with a Triton client in the same process.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+DESCRIPTORS = Path(__file__).parent / "inference.binpb"
+SERVICE = "inference.GRPCInferenceService"
+
+
+def _load() -> Any:
+    pool = descriptor_pool.DescriptorPool()
+    files = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
+    for file in files.file:  # in the order of their imports
+        pool.Add(file)
+    return pool
+
+
+POOL = _load()
+
+
+@cache
+def message(name: str) -> Any:
+    """The class of the message ``name`` (without its package): ``message("ModelInferRequest")``."""
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
+
+
+@cache
+def methods() -> dict[str, tuple[Any, Any, bool]]:
+    """By method name of the service: class of the request, class of the response, and whether both are streams."""
+    service = POOL.FindServiceByName(SERVICE)
+    return {
+        method.name: (
+            message_factory.GetMessageClass(method.input_type),
+            message_factory.GetMessageClass(method.output_type),
+            method.server_streaming,
+        )
+        for method in service.methods
+    }
+
+
+def enum_number(enum: str, name: str) -> int:
+    """The number of an enum's value: ``enum_number("DataType", "TYPE_FP32")``."""
+    return int(POOL.FindEnumTypeByName(f"inference.{enum}").values_by_name[name].number)
+
+
+def enum_name(enum: str, number: int) -> str:
+    """The name of an enum's value."""
+    return str(POOL.FindEnumTypeByName(f"inference.{enum}").values_by_number[number].name)

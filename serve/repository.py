@@ -1,0 +1,328 @@
+"""The models of a repository and their states: loaded, reloaded without a gap, unloaded; by command, by polling, once.
+
+A version that loads is put in the place of the old one first, and the old one then answers what it has taken. One that
+doesn't load changes nothing but the index, which says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel.errors import AccelError, BadRepository
+from accel.serve.inference import Code, ServeError
+from accel.serve.loading import Loading, load_version
+from accel.serve.model import ServedModel, unknown
+from accel.serve.model_config import ModelConfig
+from accel.serve.model_files import ModelFolder, valid_name, valid_version
+
+log = logging.getLogger("accel.serve")
+
+MODES = ("none", "poll", "explicit")
+READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
+UNLOADED = "unloaded"  # the reason that is no failure
+
+
+@dataclass(frozen=True)
+class IndexRow:
+    """A line of the repository's index. ``version`` and ``state`` are empty where the model was never loaded."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass
+class _Entry:
+    """What is known of one model. ``seen``: fingerprints at the last attempt to load, so that polling tries once."""
+
+    versions: dict[str, ServedModel] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # by version; "" for the model as a whole
+    seen: Any = None
+    loading: bool = False
+
+
+class Repository:
+    """``root``: the folder of model folders. ``mode``: ``none`` loads all once, ``poll`` looks for changes every
+    ``poll_seconds``, ``explicit`` loads what it is told (``startup`` at first, ``*`` for all). ``drain``: seconds that
+    a replaced or unloaded version has to answer what it took."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        mode: str = "none",
+        startup: Sequence[str] = (),
+        loading: Loading | None = None,
+        poll_seconds: float = 15.0,
+        drain: float = 30.0,
+    ) -> None:
+        if not root.is_dir():
+            raise BadRepository(f"{root} is not a folder; give the folder that holds one folder for each model")
+        if mode not in MODES:
+            raise BadRepository(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
+        self.root, self.mode, self.drain = root, mode, drain
+        self._startup = tuple(startup)
+        self._loading = loading or Loading()
+        self._poll_seconds = poll_seconds
+        self._entries: dict[str, _Entry] = {}
+        # What requests look up: replaced as a whole, never changed in place, so that reading takes no lock.
+        self._table: dict[str, dict[str, ServedModel]] = {}
+        self._lock = threading.Lock()
+        self._control = threading.Lock()  # one load or unload at a time
+        self._stop = threading.Event()
+        self._poller: threading.Thread | None = None
+        self._retiring: list[threading.Thread] = []
+        self.started = False
+
+    # Looking up
+
+    def get(self, name: str, version: str = "") -> ServedModel:
+        """The version asked for, else the newest. ``NOT_FOUND``, ``UNAVAILABLE`` or ``INVALID_ARGUMENT``."""
+        versions = self._table.get(name)
+        if version and not valid_version(version):
+            raise ServeError(
+                Code.INVALID_ARGUMENT,
+                f"failed to get model version from specified version string '{version[:64]}', "
+                "version should be an integral value > 0",
+            )
+        if not versions:
+            self._raise_missing(name)
+        assert versions is not None
+        found = versions.get(version or next(reversed(versions)))
+        if found is None:
+            entry = self._entries.get(name)
+            if entry and version in entry.failed:
+                raise ServeError(
+                    Code.UNAVAILABLE,
+                    f"Request for unknown model: '{name}' version {version} is not at ready state",
+                )
+            raise unknown(name, version)
+        return found
+
+    def _raise_missing(self, name: str) -> None:
+        entry = self._entries.get(name)
+        if entry is not None and (entry.loading or set(entry.failed.values()) - {UNLOADED}):
+            raise ServeError(Code.UNAVAILABLE, f"Request for unknown model: '{name}' has no available versions")
+        raise unknown(name[:256])
+
+    def versions(self, name: str) -> list[ServedModel]:
+        """Every version of a model that serves, oldest first."""
+        return list(self._table.get(name, {}).values())
+
+    def models(self) -> Iterator[ServedModel]:
+        """Every version of every model that serves."""
+        for versions in self._table.copy().values():
+            yield from versions.values()
+
+    def broken(self) -> list[str]:
+        """Names of the models that should serve and don't."""
+        with self._lock:
+            return [
+                name
+                for name, entry in self._entries.items()
+                if not entry.versions and set(entry.failed.values()) - {UNLOADED}
+            ]
+
+    def index(self, *, ready: bool = False) -> list[IndexRow]:
+        """Every model of the repository, by name; with ``ready`` those that serve."""
+        rows: list[IndexRow] = []
+        with self._lock:
+            names = sorted({*self._entries, *(folder.name for folder in self._folders())})
+            for name in names:
+                entry = self._entries.get(name) or _Entry()
+                found = [IndexRow(name, version, READY) for version in entry.versions]
+                found += [
+                    IndexRow(name, version, UNAVAILABLE, reason)
+                    for version, reason in entry.failed.items()
+                    if version not in entry.versions or reason != UNLOADED
+                ]
+                if entry.loading and not entry.versions:
+                    found = [IndexRow(name, "", LOADING)]
+                rows += found or [IndexRow(name)]
+        return [row for row in rows if row.state == READY or not ready]
+
+    def _folders(self) -> list[ModelFolder]:
+        try:
+            paths = sorted(path for path in self.root.iterdir() if path.is_dir() and valid_name(path.name))
+        except OSError as error:
+            log.error("repository unreadable", extra={"reason": str(error)})
+            return []
+        return [ModelFolder(path) for path in paths]
+
+    # Starting and ending
+
+    def start(self) -> None:
+        """Load what is to be there from the start. A model that can't be loaded is logged and left out."""
+        names = [folder.name for folder in self._folders()]
+        if self.mode == "explicit" and "*" not in self._startup:
+            names = list(self._startup)
+        for name in names:
+            try:
+                self._load(name)
+            except ServeError as error:
+                log.error("model not loaded", extra={"model": name, "reason": str(error)})
+        self.started = True
+        if self.mode == "poll":
+            self._poller = threading.Thread(target=self._poll, name="accel-poll", daemon=True)
+            self._poller.start()
+
+    def close(self, timeout: float) -> None:
+        """Answer what was taken for at most ``timeout`` seconds and release every model."""
+        self._stop.set()
+        if self._poller is not None:
+            self._poller.join(timeout)
+        with self._lock:
+            models = list(self.models())
+            self._table = {}
+            self._entries = {}
+        for model in models:
+            self._retire(model, timeout)
+        for thread in self._retiring:
+            thread.join(timeout + 1)
+
+    # Control
+
+    def load(self, name: str, override: ModelConfig | None = None) -> None:
+        """Load or reload a model by command."""
+        self._explicit()
+        self._load(name, override)
+
+    def unload(self, name: str) -> None:
+        """Stop serving a model by command."""
+        self._explicit()
+        if name not in self._entries:
+            if not valid_name(name) or not (self.root / name).is_dir():
+                raise ServeError(Code.NOT_FOUND, f"failed to unload '{name[:256]}', unknown model")
+            return
+        self._unload(name)
+
+    def _explicit(self) -> None:
+        if self.mode != "explicit":
+            raise ServeError(
+                Code.UNAVAILABLE,
+                "explicit model load / unload is not allowed if polling is enabled; start with --mode explicit",
+            )
+
+    def _load(self, name: str, override: ModelConfig | None = None) -> None:
+        if not valid_name(name):
+            raise ServeError(Code.INVALID_ARGUMENT, f"failed to load '{name[:256]}', it is no name of a model")
+        folder = ModelFolder(self.root / name)
+        if not folder.path.is_dir():
+            raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")
+        with self._control:
+            entry = self._entries.setdefault(name, _Entry())
+            entry.loading = True
+            try:
+                self._swap(name, entry, folder, override)
+            finally:
+                entry.loading = False
+
+    def _swap(self, name: str, entry: _Entry, folder: ModelFolder, override: ModelConfig | None) -> None:
+        failed: dict[str, str] = {}
+        made: dict[str, ServedModel] = {}
+        try:
+            entry.seen = _state(folder)
+            config = override if override is not None else folder.config()[0]
+            wanted = folder.chosen(config)
+            prints = folder.fingerprints(wanted)
+        except (AccelError, OSError) as error:
+            failed[""] = _reason(error)
+            wanted, prints = [], {}
+        for version in wanted:
+            old = entry.versions.get(version)
+            # With an override the config differs though no file does.
+            files = (prints[version], override.SerializeToString() if override is not None else b"")
+            if old is not None and old.files == files:
+                made[version] = old
+                continue
+            try:
+                made[version] = load_version(folder, version, self._loading, override, files)
+                log.info("model loaded", extra={"model": name, "version": version})
+            except Exception as error:  # whatever a runtime raises: the others keep serving
+                failed[version] = _reason(error)
+                if old is not None:
+                    made[version] = old
+        # A new set that is broken as a whole leaves the old one serving.
+        if not made:
+            made = dict(entry.versions)
+        self._publish(name, entry, dict(sorted(made.items(), key=lambda item: int(item[0]))), failed)
+        if failed:
+            reasons = "; ".join(f"version {v}: {r}" if v else r for v, r in failed.items())
+            raise ServeError(Code.INVALID_ARGUMENT, f"load failed for model '{name}': {reasons}")
+
+    def _publish(self, name: str, entry: _Entry, versions: dict[str, ServedModel], failed: dict[str, str]) -> None:
+        with self._lock:
+            old = entry.versions
+            entry.versions, entry.failed = versions, failed
+            table = {**self._table, name: versions}
+            if not versions:
+                del table[name]
+            self._table = table
+        for version, model in old.items():
+            if versions.get(version) is not model:
+                self._retire(model, self.drain)
+
+    def _retire(self, model: ServedModel, timeout: float) -> None:
+        def end() -> None:
+            try:
+                model.retire(timeout)
+            except Exception:
+                log.exception("model not released cleanly", extra={"model": model.name, "version": model.version})
+
+        self._retiring = [thread for thread in self._retiring if thread.is_alive()]
+        thread = threading.Thread(target=end, name=f"accel-retire-{model.name}", daemon=True)
+        self._retiring.append(thread)
+        thread.start()
+
+    def _unload(self, name: str) -> None:
+        with self._control:
+            entry = self._entries[name]
+            entry.seen = None
+            self._publish(name, entry, {}, dict.fromkeys(entry.versions, UNLOADED))
+            log.info("model unloaded", extra={"model": name})
+
+    # Polling
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self._poll_seconds):
+            try:
+                self.poll_once()
+            except Exception:
+                log.exception("polling the repository failed")
+
+    def poll_once(self) -> None:
+        """Load what is new or changed, unload what is gone."""
+        folders = {folder.name: folder for folder in self._folders()}
+        for name, folder in folders.items():
+            entry = self._entries.get(name)
+            try:
+                if entry is not None and entry.seen == _state(folder):
+                    continue
+                self._load(name)
+            except (ServeError, OSError) as error:
+                log.error("model not loaded", extra={"model": name, "reason": str(error)})
+        for name in [name for name in self._entries if name not in folders]:
+            if not self.root.is_dir():  # a share that went away for a moment takes no model with it
+                return
+            self._unload(name)
+            with self._lock:
+                self._entries.pop(name, None)
+
+    def loaded(self) -> list[str]:
+        """Names of the models that serve."""
+        return list(self._table)
+
+
+def _state(folder: ModelFolder) -> Any:
+    return folder.fingerprints(folder.versions())
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:500]
+    return text if isinstance(error, AccelError) else f"{type(error).__name__}: {text}"

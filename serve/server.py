@@ -1,0 +1,423 @@
+"""The server itself: one set of functions for every transport. It knows no wire type: see ``transport.py``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import accel
+from accel.serve.access import Access
+from accel.serve.classification import classify
+from accel.serve.inference import (
+    Code,
+    InferenceRequest,
+    InferenceResponse,
+    ModelStatistics,
+    Parameter,
+    ServeError,
+    Ticket,
+)
+from accel.serve.model import Retired, ServedModel, ServedTensor, unknown
+from accel.serve.model_config import ModelConfig, parse_json
+from accel.serve.peers import Peers
+from accel.serve.repository import IndexRow, Repository
+from accel.serve.settings import LogSettings, TraceSettings
+from accel.serve.shared_memory import Region, SharedMemory
+from accel.serve.tensors import decode_raw, decode_typed, encode, invalid, to_bytes, to_strings
+from accel.serve.transport import InferCall, InferReply, Reply, ReplyTensor, WantedOutput, WireInput
+
+log = logging.getLogger("accel.serve")
+
+NAME = "accel"
+EXTENSIONS = (
+    "classification",
+    "sequence",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+)
+_FINAL = "triton_final_response"
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """What a client has to know of a model."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[ServedTensor, ...]
+    outputs: tuple[ServedTensor, ...]
+
+
+class InferenceServer:
+    """Everything a client can ask. Each method takes the caller's ``token`` and raises ``ServeError``."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        *,
+        access: Access | None = None,
+        strict_readiness: bool = False,
+        max_waiting: int = 0,
+    ) -> None:
+        """``max_waiting``: requests that may be under way in each model, so that one that hangs doesn't hold every
+        thread of the transport; 0 is unbounded."""
+        self.repository = repository
+        self.access = access or Access()
+        self.memory = SharedMemory()
+        self.trace, self.logging = TraceSettings(), LogSettings()
+        self.peers = Peers(self)
+        self._strict = strict_readiness
+        self._max_waiting = max_waiting
+        self._draining = False
+        self._lock = threading.Condition()
+        self._under_way = 0
+        self._waiting: dict[str, int] = {}
+
+    # Health and metadata
+
+    def live(self, token: str | None = None) -> bool:
+        self.access.check(token)
+        return True
+
+    def ready(self, token: str | None = None) -> bool:
+        """Whether requests are welcome. With ``strict_readiness`` only if no model is broken."""
+        self.access.check(token)
+        return self.healthy()
+
+    def healthy(self) -> bool:
+        """As ``ready``, for probes, which have no token."""
+        if self._draining or not self.repository.started:
+            return False
+        return not (self._strict and self.repository.broken())
+
+    def metadata(self, token: str | None = None) -> tuple[str, str, tuple[str, ...]]:
+        """Name, version, extensions."""
+        self.access.check(token)
+        return NAME, accel.__version__, EXTENSIONS
+
+    def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
+        """False for a model that isn't there."""
+        self.access.check(token, model=name)
+        try:
+            self.repository.get(name, version)
+        except ServeError as error:
+            if error.code is Code.INVALID_ARGUMENT:
+                raise
+            return False
+        return not self._draining
+
+    def model_metadata(self, name: str, version: str = "", token: str | None = None) -> ModelMetadata:
+        self.access.check(token, model=name)
+        model = self.repository.get(name, version)
+        versions = (version,) if version else tuple(m.version for m in self.repository.versions(name))
+        return ModelMetadata(
+            name, versions, model.config.platform, tuple(model.inputs.values()), tuple(model.outputs.values())
+        )
+
+    def model_config(self, name: str, version: str = "", token: str | None = None) -> ModelConfig:
+        self.access.check(token, model=name)
+        return self.repository.get(name, version).config
+
+    def statistics(
+        self, name: str = "", version: str = "", token: str | None = None
+    ) -> list[tuple[str, str, ModelStatistics]]:
+        """Name, version and statistics of one version, of one model, or of all that the token is for; summed over the
+        processes of the server."""
+        self.access.check(token, model=name or None)
+        if version:
+            models = [self.repository.get(name, version)]
+        elif name:
+            models = self.repository.versions(name)
+            if not models:
+                raise unknown(name)
+        else:
+            models = [m for m in self.repository.models() if self.access.allowed(token, m.name)]
+        return self.peers.statistics(models)
+
+    # Inference
+
+    def infer(self, call: InferCall, reply: Reply) -> Ticket:
+        """Check the call, run it, and reply: once, or several times from a decoupled model. ``reply`` is called on any
+        thread, possibly before this returns. Raises ``ServeError`` where the call is not taken."""
+        self.access.check(call.token, model=call.model)
+        if self._draining:
+            raise ServeError(
+                Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new requests"
+            )
+        self._enter(call.model)
+        try:
+            while True:
+                model = self.repository.get(call.model, call.version)
+                if call.single and model.scheduling.decoupled:
+                    raise ServeError(
+                        Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
+                    )
+                try:
+                    return model.submit(self._request(model, call), self._answer(model, call, reply))
+                except Retired:
+                    continue  # a newer one is in its place
+        except ServeError as error:
+            self._leave(call.model)
+            where = call.id or "<id_unknown>"
+            text = str(error) if error.code is not Code.INVALID_ARGUMENT else f"[request id: {where}] {error}"
+            raise ServeError(error.code, text) from None
+        except BaseException:
+            self._leave(call.model)
+            raise
+
+    def is_decoupled(self, name: str, version: str = "") -> bool:
+        """Whether a request may get several responses. False for a model that isn't there."""
+        try:
+            return self.repository.get(name, version).scheduling.decoupled
+        except ServeError:
+            return False
+
+    def _request(self, model: ServedModel, call: InferCall) -> InferenceRequest:
+        inputs: dict[str, np.ndarray] = {}
+        for given in call.inputs:
+            if given.name in inputs:
+                raise invalid(f"input '{given.name}' already exists in request for model '{model.name}'")
+            inputs[given.name] = self._array(model, given)
+        model.check_inputs(inputs)
+        names: tuple[str, ...] | None = tuple(model.outputs)
+        if call.outputs:
+            names = tuple(output.name for output in call.outputs)
+            for name in names:
+                if name not in model.outputs:
+                    raise invalid(f"unexpected inference output '{name}' for model '{model.name}'")
+            if len(set(names)) != len(names):
+                raise invalid(f"an output is asked for twice for model '{model.name}'")
+        return _with_parameters(
+            InferenceRequest(
+                model=model.name,
+                version=model.version,
+                id=call.id,
+                inputs=inputs,
+                outputs=names,
+                deadline=call.deadline,
+            ),
+            call.parameters,
+        )
+
+    def _array(self, model: ServedModel, given: WireInput) -> np.ndarray:
+        spec = model.check_input(given.name, given.datatype, given.shape)
+        if given.values is not None:
+            found = decode_typed(given.name, given.datatype, given.shape, given.values, model.name)
+        else:
+            raw = self.memory.view(given.slice) if given.slice is not None else given.raw
+            if raw is None:
+                raise invalid(f"input '{given.name}' for model '{model.name}' came without data")
+            found = decode_raw(given.name, given.datatype, given.shape, raw, model.name)
+        return to_strings(given.name, found, model.name) if spec.datatype == "BYTES" else found
+
+    def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
+        def answer(found: InferenceResponse | ServeError) -> None:
+            made: InferReply | ServeError
+            final = isinstance(found, ServeError) or found.final
+            try:
+                made = found if isinstance(found, ServeError) else self._reply(model, call, found)
+            except ServeError as error:
+                made = error
+            except Exception as error:
+                log.exception("a response could not be made", extra={"model": model.name})
+                made = ServeError(Code.INTERNAL, f"the response of model '{model.name}' could not be made: {error}")
+            if final:
+                self._leave(call.model)
+            reply(made)
+
+        return answer
+
+    def _reply(self, model: ServedModel, call: InferCall, found: InferenceResponse) -> InferReply:
+        wanted = {output.name: output for output in call.outputs or ()}
+        tensors = []
+        for name, value in found.outputs.items():
+            asked = wanted.get(name) or WantedOutput(name)
+            kind = model.outputs[name].datatype
+            if asked.classification:
+                value = classify(
+                    value, asked.classification, model.outputs[name].labels, bool(model.scheduling.max_batch_size)
+                )
+                kind = "BYTES"
+            elif kind == "BYTES":
+                value = to_bytes(value)
+            tensors.append(self._placed(name, kind, value, asked))
+        parameters, hidden = dict(found.parameters), False
+        if not call.single:
+            parameters[_FINAL] = found.final
+            hidden = not tensors and found.final and not call.parameters.get(_EMPTY_FINAL)
+        return InferReply(found.model, found.version, call.id, tensors, parameters, found.final, hidden)
+
+    def _placed(self, name: str, kind: str, value: np.ndarray, asked: WantedOutput) -> ReplyTensor:
+        if asked.slice is None:
+            return ReplyTensor(name, kind, value.shape, value)
+        body = encode(value, kind)
+        if len(body) > asked.slice.byte_size:
+            raise invalid(
+                f"shared memory size specified with the request for output '{name}' ({asked.slice.byte_size} bytes) "
+                f"should be at least {len(body)} bytes to hold the results"
+            )
+        view = self.memory.view(asked.slice)
+        view[: len(body)] = body
+        return ReplyTensor(name, kind, value.shape, None, asked.slice)
+
+    def _enter(self, name: str) -> None:
+        with self._lock:
+            count = self._waiting.get(name, 0)
+            if self._max_waiting and count >= self._max_waiting:
+                raise ServeError(
+                    Code.UNAVAILABLE, f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}'"
+                )
+            self._waiting[name] = count + 1
+            self._under_way += 1
+
+    def _leave(self, name: str) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if self._waiting[name] == 1:
+                del self._waiting[name]
+            else:
+                self._waiting[name] -= 1
+            if not self._under_way:
+                self._lock.notify_all()
+
+    # Control
+
+    def index(self, *, ready: bool = False, token: str | None = None) -> list[IndexRow]:
+        self.access.check(token)
+        return [row for row in self.repository.index(ready=ready) if self.access.allowed(token, row.name)]
+
+    def load(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
+        """Load or reload. ``parameters``: ``config`` (ModelConfig as JSON) in place of ``config.pbtxt``."""
+        self.access.check(token, model=name, control=True)
+        given = dict(parameters or {})
+        text = given.pop("config", None)
+        if given:
+            raise ServeError(
+                Code.UNIMPLEMENTED, f"the load parameter '{next(iter(given))}' is not supported; use config"
+            )
+        self.peers.everywhere("load", name, text)
+
+    def unload(self, name: str, token: str | None = None) -> None:
+        self.access.check(token, model=name, control=True)
+        self.peers.everywhere("unload", name)
+
+    def register_memory(self, name: str, key: str, offset: int, byte_size: int, token: str | None = None) -> None:
+        self.access.check(token, control=True)
+        self.peers.everywhere("register_memory", name, key, offset, byte_size)
+
+    def unregister_memory(self, name: str, token: str | None = None) -> None:
+        self.access.check(token, control=True)
+        self.peers.everywhere("unregister_memory", name)
+
+    def memory_status(self, name: str, token: str | None = None) -> list[Region]:
+        self.access.check(token)
+        return self.memory.status(name)
+
+    def trace_settings(
+        self, model: str, changes: Mapping[str, list[str] | None], token: str | None = None
+    ) -> dict[str, list[str]]:
+        """The settings after ``changes`` (None clears one)."""
+        self.access.check(token, model=model or None, control=bool(changes))
+        if model:
+            self.repository.get(model)
+        if changes:
+            self.peers.everywhere("trace_settings", model, dict(changes))
+        return self.trace.of(model)
+
+    def log_settings(self, changes: Mapping[str, Parameter], token: str | None = None) -> dict[str, Parameter]:
+        """The settings after ``changes``."""
+        self.access.check(token, control=bool(changes))
+        if changes:
+            self.peers.everywhere("log_settings", dict(changes))
+        return self.logging.all()
+
+    def apply(self, what: str, arguments: tuple[Any, ...]) -> None:
+        """One control command in this process alone: what ``peers`` calls in each."""
+        if what == "load":
+            name, text = arguments
+            override = None if text is None else parse_json(text, f"the config sent for '{name}'")
+            self.repository.load(name, override)
+        elif what == "unload":
+            self.repository.unload(*arguments)
+        elif what == "unload_others":
+            for name in set(self.repository.loaded()) - set(arguments[0]):
+                self.repository.unload(name)
+        elif what == "register_memory":
+            self.memory.register(*arguments)
+        elif what == "unregister_memory":
+            self.memory.unregister(*arguments)
+        elif what == "trace_settings":
+            self.trace.change(*arguments)
+        elif what == "log_settings":
+            self.logging.change(*arguments)
+        else:
+            raise ServeError(Code.UNIMPLEMENTED, f"unknown command {what!r}")
+
+    # Ending
+
+    def drain(self, timeout: float) -> bool:
+        """Take nothing new; True once everything that was taken is answered, False after ``timeout`` seconds."""
+        self._draining = True
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._under_way, timeout)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Release every model and region."""
+        self._draining = True
+        self.peers.close()
+        self.repository.close(timeout)
+        self.memory.unregister()
+
+    @property
+    def under_way(self) -> int:
+        """Requests taken and not answered."""
+        return self._under_way
+
+
+_SCHEDULING = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+
+
+def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:
+    """Move the parameters that the protocol knows to where they belong."""
+    if not given:
+        return request
+    rest = {}
+    for key, value in given.items():
+        if key in _SCHEDULING:
+            _set(request, key, value)
+        elif key.startswith("triton_") and key != _EMPTY_FINAL:
+            raise invalid(f"parameter keys starting with 'triton_' are reserved for Triton usage, got '{key[:64]}'")
+        else:
+            rest[key] = value
+    request.parameters = rest
+    return request
+
+
+def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
+    if key == "sequence_id":
+        if isinstance(value, bool | float):
+            raise invalid("sequence_id has to be an integer or a string")
+        request.sequence_id = value
+    elif key in ("sequence_start", "sequence_end"):
+        if not isinstance(value, bool):
+            raise invalid(f"{key} has to be a boolean")
+        setattr(request, key, value)
+    else:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+            raise invalid(f"{key} has to be an integer that isn't negative")
+        setattr(request, "timeout_us" if key == "timeout" else key, value)

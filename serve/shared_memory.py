@@ -1,0 +1,127 @@
+"""System shared memory: regions of POSIX shared memory that clients put their tensors into.
+
+A region is opened when it is registered and mapped once; every slice of it is checked against its size, and its file
+against having been cut short since (touching a page that is gone would end the process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel.serve.inference import Code, ServeError
+from accel.serve.transport import Slice
+
+FOLDER = Path("/dev/shm")
+_KEY = re.compile(r"/?[^/\x00]{1,250}")
+MAX_REGIONS = 1024
+
+
+@dataclass
+class Region:
+    """``offset`` and ``byte_size``: the part of the shared-memory object ``key`` that was registered."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    file: int
+    map: mmap.mmap
+
+    def close(self) -> None:
+        os.close(self.file)
+        with contextlib.suppress(BufferError):  # a request still looks at it: the map goes when the last view does
+            self.map.close()
+
+
+class SharedMemory:
+    """The registered regions of one server. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._regions: dict[str, Region] = {}
+        self._lock = threading.Lock()
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Map ``byte_size`` bytes at ``offset`` of the object ``key`` under ``name``.
+
+        ``ALREADY_EXISTS`` for a name that is taken, ``NOT_FOUND`` for an object that isn't there,
+        ``INVALID_ARGUMENT`` where it is smaller or ``key`` is no name of one.
+        """
+        if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
+            raise ServeError(Code.INVALID_ARGUMENT, f"failed to register shared memory region: bad name or key '{key}'")
+        if byte_size <= 0 or offset < 0:
+            raise ServeError(
+                Code.INVALID_ARGUMENT,
+                f"failed to register shared memory region '{name}': byte_size has to be above 0 and offset not below",
+            )
+        with self._lock:
+            if name in self._regions:
+                raise ServeError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
+            if len(self._regions) >= MAX_REGIONS:
+                raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; drop some")
+            self._regions[name] = _open(name, key, offset, byte_size)
+
+    def unregister(self, name: str = "") -> None:
+        """Forget a region, every one where no name is given. One that isn't there is no error, as in Triton."""
+        with self._lock:
+            gone = [self._regions.pop(n) for n in ([name] if name else list(self._regions)) if n in self._regions]
+        for region in gone:
+            region.close()
+
+    def status(self, name: str = "") -> list[Region]:
+        """The region asked for (``NOT_FOUND``), or all of them."""
+        with self._lock:
+            if not name:
+                return list(self._regions.values())
+            return [self._find(name)]
+
+    def view(self, part: Slice) -> memoryview:
+        """The bytes of a slice, where they are. ``NOT_FOUND`` or ``INVALID_ARGUMENT`` where there are no such."""
+        with self._lock:
+            region = self._find(part.region)
+            if part.offset < 0 or part.byte_size < 0 or part.offset + part.byte_size > region.byte_size:
+                raise ServeError(
+                    Code.INVALID_ARGUMENT,
+                    f"Invalid offset + byte size for shared memory region: '{part.region}'",
+                )
+            if os.fstat(region.file).st_size < region.offset + region.byte_size:
+                raise ServeError(
+                    Code.INVALID_ARGUMENT, f"the shared memory behind region '{part.region}' was made smaller"
+                )
+            start = region.offset + part.offset
+            return memoryview(region.map)[start : start + part.byte_size]
+
+    def _find(self, name: str) -> Region:
+        found = self._regions.get(name)
+        if found is None:
+            raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+        return found
+
+
+def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
+    path = FOLDER / key.lstrip("/")
+    try:
+        # No link is followed: a name in /dev/shm may be anyone's.
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ServeError(Code.NOT_FOUND, f"Unable to open shared memory region: '{key}' ({error.strerror})") from None
+    try:
+        size = os.fstat(file).st_size
+        if size < offset + byte_size:
+            raise ServeError(
+                Code.INVALID_ARGUMENT,
+                f"failed to register shared memory region '{name}': '{key}' has {size} bytes, "
+                f"offset {offset} and byte_size {byte_size} need {offset + byte_size}",
+            )
+        mapped = mmap.mmap(file, offset + byte_size)
+    except BaseException as error:
+        os.close(file)
+        if isinstance(error, OSError | ValueError):
+            raise ServeError(Code.INVALID_ARGUMENT, f"can't map shared memory '{key}': {error}") from None
+        raise
+    return Region(name, key, offset, byte_size, file, mapped)

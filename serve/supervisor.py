@@ -1,0 +1,187 @@
+"""Several processes on one port: started, watched, started again when they crash, ended together.
+
+Each has its own interpreter and its own share of the cores; the kernel spreads connections over them (SO_REUSEPORT). A
+crash costs the requests that this process had, and no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from accel.errors import BadRepository, UnsupportedHere
+from accel.serve.options import ServeOptions
+
+log = logging.getLogger("accel.serve")
+
+# A process that ends sooner than this has not served; so often in a row and nothing will help.
+_STARTED_WELL, _ATTEMPTS = 10.0, 5
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[str]
+    since: float
+    failures: int = 0
+    ready: bool = False
+    reason: str = ""
+
+
+class Supervisor:
+    """``options.processes`` processes."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._held: list[socket.socket] = []
+        self.options = self._with_ports(options)
+        cores = sorted(os.sched_getaffinity(0))
+        count = options.processes
+        # A share of its own where there is a core for each: they don't push each other around.
+        self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
+        if not self.options.threads:
+            self.options = replace(self.options, threads=max(1, len(cores) // count))
+        self._key = secrets.token_bytes(32)
+        self._running: dict[int, _Running] = {}
+        self._stop = threading.Event()
+
+    def _with_ports(self, options: ServeOptions) -> ServeOptions:
+        """Take the ports: a socket that is bound and doesn't listen gets no connection and keeps others away."""
+        found = {}
+        for name, port in (("grpc_port", options.grpc_port), ("http_port", options.http_port)):
+            if port is None:
+                continue
+            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+            held = socket.socket(family, socket.SOCK_STREAM)
+            self._held.append(held)
+            try:
+                # Without SO_REUSEPORT first: a server that is there already must be noticed.
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((options.host, port))
+                    port = probe.getsockname()[1]
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                held.bind((options.host, port))
+            except OSError as error:
+                flag = name.replace("_", "-")
+                raise UnsupportedHere(
+                    f"can't listen on {options.host}:{port} ({error.strerror}); choose another --{flag}"
+                ) from None
+            found[name] = port
+        return replace(options, **found)
+
+    def run(self) -> None:
+        """Until SIGTERM or SIGINT. ``BadRepository`` where the processes can't start at all."""
+
+        def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+            if self._stop.is_set():
+                for running in self._running.values():
+                    running.process.kill()
+                os._exit(128 + number)
+            self._stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, asked)
+        with tempfile.TemporaryDirectory(prefix="accel-serve-") as folder:
+            try:
+                self._watch(Path(folder))
+            finally:
+                self._end()
+        for held in self._held:
+            held.close()
+
+    def _watch(self, folder: Path) -> None:
+        for index in range(self.options.processes):
+            self._running[index] = self._begin(folder, index)
+        said = False
+        while not self._stop.wait(0.05):
+            if not said and all(running.ready for running in self._running.values()):
+                said = True
+                ports = {"grpc": self.options.grpc_port, "http": self.options.http_port}
+                pids = [running.process.pid for running in self._running.values()]
+                log.info("all processes serve", extra={"ports": ports, "processes": pids})
+            for index, running in self._running.items():
+                code = running.process.poll()
+                if code is None:
+                    continue
+                self._died(index, running, code)
+                again = self._begin(folder, index)
+                again.failures = running.failures
+                self._running[index] = again
+
+    def _died(self, index: int, running: _Running, code: int) -> None:
+        """Log it; give up where it never got as far as serving."""
+        died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if not running.ready and running.reason:
+            raise BadRepository(running.reason)
+        running.failures = 0 if time.monotonic() - running.since > _STARTED_WELL else running.failures + 1
+        log.error(
+            "a process died and is started again", extra={"index": index, "pid": running.process.pid, "died": died}
+        )
+        if running.failures >= _ATTEMPTS:
+            raise BadRepository(f"a serving process died {running.failures} times in a row ({died}); see the log above")
+        self._stop.wait(min(2.0, 0.1 * 2**running.failures) if running.failures > 1 else 0)
+
+    def _begin(self, folder: Path, index: int) -> _Running:
+        cores = self._cores[index]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "accel.serve.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the others
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)},
+        )
+        if cores:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cores)
+        body = {
+            "options": self.options.to_text(),
+            "folder": str(folder),
+            "index": index,
+            "key": self._key.hex(),
+            "parent": os.getpid(),
+        }
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(body) + "\n")
+            process.stdin.flush()
+        running = _Running(process, time.monotonic())
+        threading.Thread(target=self._listen, args=(running,), daemon=True).start()
+        return running
+
+    @staticmethod
+    def _listen(running: _Running) -> None:
+        assert running.process.stdout is not None
+        for line in running.process.stdout:
+            if line.strip() == "ready":
+                running.ready = True
+            elif line.startswith("error "):
+                running.reason = line[len("error ") :].strip()
+
+    def _end(self) -> None:
+        for running in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                running.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.options.drain + 10
+        for running in self._running.values():
+            try:
+                running.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+            for pipe in (running.process.stdin, running.process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()

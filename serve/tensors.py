@@ -1,0 +1,196 @@
+"""Tensors on the wire and in numpy: the datatypes of the Open Inference Protocol, raw and typed contents.
+
+Raw contents are little-endian and row-major; a ``BYTES`` element is its length as uint32 and then its bytes. Fixed-size
+tensors are views of the bytes that arrived: nothing is copied and nothing is done for each element in Python.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from accel.serve.inference import Code, ServeError
+
+
+@dataclass(frozen=True)
+class Datatype:
+    """A datatype by its protocol name. ``field``: accel's name for it. ``contents``: the typed field it comes in."""
+
+    name: str
+    numpy: np.dtype[Any]
+    field: str
+    contents: str | None
+
+    @property
+    def config(self) -> str:
+        """Its name in ``config.pbtxt``."""
+        return "TYPE_STRING" if self.name == "BYTES" else f"TYPE_{self.name}"
+
+
+DATATYPES: dict[str, Datatype] = {
+    d.name: d
+    for d in (
+        Datatype("BOOL", np.dtype(np.bool_), "bool", "bool_contents"),
+        Datatype("INT8", np.dtype(np.int8), "int8", "int_contents"),
+        Datatype("INT16", np.dtype(np.int16), "int16", "int_contents"),
+        Datatype("INT32", np.dtype(np.int32), "int32", "int_contents"),
+        Datatype("INT64", np.dtype(np.int64), "int64", "int64_contents"),
+        Datatype("UINT8", np.dtype(np.uint8), "uint8", "uint_contents"),
+        Datatype("UINT16", np.dtype(np.uint16), "uint16", "uint_contents"),
+        Datatype("UINT32", np.dtype(np.uint32), "uint32", "uint_contents"),
+        Datatype("UINT64", np.dtype(np.uint64), "uint64", "uint64_contents"),
+        Datatype("FP16", np.dtype(np.float16), "float16", None),
+        Datatype("BF16", np.dtype(ml_dtypes.bfloat16), "bfloat16", None),
+        Datatype("FP32", np.dtype(np.float32), "float32", "fp32_contents"),
+        Datatype("FP64", np.dtype(np.float64), "float64", "fp64_contents"),
+        Datatype("BYTES", np.dtype(object), "string", "bytes_contents"),
+    )
+}
+BY_FIELD = {d.field: d.name for d in DATATYPES.values()}
+BY_CONFIG = {d.config: d.name for d in DATATYPES.values()}
+
+_LENGTH = struct.Struct("<I")
+
+
+def invalid(message: str) -> ServeError:
+    return ServeError(Code.INVALID_ARGUMENT, message)
+
+
+def get_datatype(name: str, datatype: str) -> Datatype:
+    """The datatype that input ``name`` says it has."""
+    found = DATATYPES.get(datatype)
+    if found is None:
+        raise invalid(f"unsupported data type '{datatype}' for input '{name}', use one of {', '.join(DATATYPES)}")
+    return found
+
+
+def element_count(name: str, shape: Sequence[int]) -> int:
+    """Elements of ``shape``."""
+    for size in shape:
+        if size < 0:
+            raise invalid(f"input '{name}' has a negative dimension in its shape {shape_text(shape)}")
+    return math.prod(shape)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as Triton writes it: ``[1,16]``."""
+    return f"[{','.join(map(str, shape))}]"
+
+
+def decode_raw(
+    name: str, datatype: str, shape: Sequence[int], data: bytes | bytearray | memoryview, model: str
+) -> np.ndarray:
+    """The array that ``data`` holds: a read-only view of it, or an object array of ``bytes`` for ``BYTES``."""
+    kind = get_datatype(name, datatype)
+    count = element_count(name, shape)
+    if kind.name == "BYTES":
+        return _split(name, data, count, model).reshape(tuple(shape))
+    wanted = count * kind.numpy.itemsize
+    if len(data) != wanted:
+        raise invalid(
+            f"input byte size mismatch for input '{name}' for model '{model}'. Expected {wanted}, got {len(data)}"
+        )
+    found = np.frombuffer(data, dtype=kind.numpy) if count else np.empty(0, dtype=kind.numpy)
+    return found.reshape(tuple(shape))
+
+
+def _split(name: str, data: bytes | bytearray | memoryview, count: int, model: str) -> np.ndarray:
+    body = bytes(data)
+    # Before anything is made of it: each element takes four bytes at least, so a count beyond that is a lie.
+    if count * _LENGTH.size > len(body):
+        raise invalid(
+            f"expected {count} string elements for inference input '{name}' for model '{model}', "
+            f"got {len(body)} bytes, which can't hold them"
+        )
+    found: np.ndarray = np.empty(count, dtype=object)
+    at = 0
+    for i in range(count):
+        if at + _LENGTH.size > len(body):
+            raise invalid(f"expected {count} string elements for inference input '{name}' for model '{model}', got {i}")
+        (size,) = _LENGTH.unpack_from(body, at)
+        at += _LENGTH.size
+        if at + size > len(body):
+            raise invalid(
+                f"incomplete string data for inference input '{name}' for model '{model}', expecting string of length "
+                f"{size} but only {len(body) - at} bytes available"
+            )
+        found[i] = body[at : at + size]
+        at += size
+    if at != len(body):
+        raise invalid(
+            f"unexpected number of string elements for inference input '{name}' for model '{model}', expecting "
+            f"{count}: {len(body) - at} bytes are left over"
+        )
+    return found
+
+
+def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], model: str) -> np.ndarray:
+    """The array of the numbers (or ``bytes``) that came one by one. ``INVALID_ARGUMENT`` where there are more or fewer
+    than ``shape`` has, or one doesn't fit the datatype."""
+    kind = get_datatype(name, datatype)
+    count = element_count(name, shape)
+    if len(values) != count:
+        raise invalid(
+            f"unexpected number of elements in the contents of input '{name}' for model '{model}'. Expected {count}, "
+            f"got {len(values)}"
+        )
+    if kind.name == "BYTES":
+        strings: np.ndarray = np.empty(count, dtype=object)
+        for i, value in enumerate(values):
+            strings[i] = value.encode() if isinstance(value, str) else value
+        return strings.reshape(tuple(shape))
+    try:
+        wide = np.asarray(values)
+        if wide.ndim != 1:
+            raise invalid(f"the values of input '{name}' for model '{model}' have to be one flat list")
+        if kind.numpy.kind in "iub" and count and wide.dtype.kind not in "iub" and not _integers(values):
+            raise invalid(f"input '{name}' for model '{model}' is {datatype}, its values are {wide.dtype}")
+        found = np.array(values, dtype=kind.numpy)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise invalid(f"the values of input '{name}' for model '{model}' don't fit {datatype}: {error}") from None
+    return found.reshape(tuple(shape))
+
+
+def _integers(values: Sequence[Any]) -> bool:
+    """Whether all are integers: numpy makes floats of a list with both large unsigned and small ones."""
+    return all(isinstance(value, int) for value in values)
+
+
+def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
+    """The raw contents of ``array``: its own memory where that is contiguous, joined elements for ``BYTES``."""
+    if datatype == "BYTES":
+        parts: list[bytes] = []
+        for value in array.ravel():
+            body = value if isinstance(value, bytes) else str(value).encode()
+            parts += (_LENGTH.pack(len(body)), body)
+        return b"".join(parts)
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    if array.size == 0:
+        return b""
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def to_strings(name: str, array: np.ndarray, model: str) -> np.ndarray:
+    """``bytes`` elements as ``str``, which is what sessions take."""
+    try:
+        made: np.ndarray = np.empty(array.size, dtype=object)
+        for i, value in enumerate(array.ravel()):
+            made[i] = value.decode()
+    except UnicodeDecodeError:
+        raise invalid(f"input '{name}' for model '{model}' holds a string that is not UTF-8") from None
+    return made.reshape(array.shape)
+
+
+def to_bytes(array: np.ndarray) -> np.ndarray:
+    """Any array of strings (``str`` or ``bytes`` elements) as an object array of ``bytes``."""
+    made: np.ndarray = np.empty(array.size, dtype=object)
+    for i, value in enumerate(array.ravel()):
+        made[i] = value if isinstance(value, bytes) else str(value).encode()
+    return made.reshape(array.shape)

@@ -1,0 +1,169 @@
+"""Metadata, config, statistics, repository control, settings, health and reflection over gRPC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from serving import Start, linear
+from tritonclient.utils import InferenceServerException
+
+import accel
+from accel.serve import proto
+
+
+@pytest.fixture
+def process(repository: Path, start: Start) -> Any:
+    return start(repository, mode="explicit", models=("*",))
+
+
+@pytest.fixture
+def client(process: Any) -> Any:
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as made:
+        yield made
+
+
+def ask(client: Any, rows: int = 1) -> None:
+    given = triton.InferInput("x", [rows, 4], "FP32")
+    given.set_data_from_numpy(np.ones((rows, 4), dtype=np.float32))
+    client.infer("linear", [given])
+
+
+def test_server(client: Any) -> None:
+    """Fails if the server doesn't say that it lives and what it can."""
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    metadata = client.get_server_metadata()
+    assert (metadata.name, metadata.version) == ("accel", accel.__version__)
+    assert {"statistics", "system_shared_memory", "binary_tensor_data"} <= set(metadata.extensions)
+
+
+def test_model(client: Any) -> None:
+    """Fails if metadata has no batch or config has one, or an unknown model is ready."""
+    metadata = client.get_model_metadata("linear")
+    assert (metadata.name, list(metadata.versions), metadata.platform) == ("linear", ["1"], "onnxruntime_onnx")
+    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("x", "FP32", [-1, 4])]
+    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.outputs] == [("y", "FP32", [-1, 3])]
+    config = client.get_model_config("linear").config
+    assert list(config.input[0].dims) == [4]
+    assert config.max_batch_size == 8
+    assert client.is_model_ready("linear")
+    assert client.is_model_ready("linear", "1")
+    assert not client.is_model_ready("linear", "2")
+    assert not client.is_model_ready("nothing")
+    with pytest.raises(InferenceServerException, match="unknown model: 'nothing'"):
+        client.get_model_metadata("nothing")
+
+
+def test_statistics_add_up(client: Any) -> None:
+    """Fails if a request or a row isn't counted, or counted twice, or a refused one is."""
+    for rows in (1, 2, 3):
+        ask(client, rows)
+    with pytest.raises(InferenceServerException):
+        ask(client, 99)
+    stats = client.get_inference_statistics("linear").model_stats
+    assert [(s.name, s.version) for s in stats] == [("linear", "1")]
+    assert stats[0].inference_stats.success.count == 3
+    assert stats[0].inference_stats.fail.count == 0
+    assert stats[0].inference_stats.success.ns > stats[0].inference_stats.compute_infer.ns > 0
+    assert stats[0].last_inference > 1.7e12
+    assert {s.name for s in client.get_inference_statistics().model_stats} == {"linear", "pair"}
+
+
+def test_load_and_unload(client: Any, repository: Path) -> None:
+    """Fails if a command doesn't do what it says, or the index doesn't show it."""
+    states = {m.name: m.state for m in client.get_model_repository_index().models}
+    assert states == {"linear": "READY", "pair": "READY"}
+    client.unload_model("linear")
+    assert not client.is_model_ready("linear")
+    with pytest.raises(InferenceServerException, match="unknown model: 'linear' is not found") as caught:
+        ask(client)
+    assert caught.value.status() == "StatusCode.NOT_FOUND"
+    assert {m.name: m.state for m in client.get_model_repository_index().models}["linear"] == "UNAVAILABLE"
+    linear(repository / "later" / "1")
+    client.load_model("later")
+    client.load_model("linear")
+    assert {m.name for m in client.get_model_repository_index().models if m.state == "READY"} == {
+        "linear", "pair", "later",
+    }  # fmt: skip
+    ask(client)
+    for name in ("nothing", "../linear"):
+        with pytest.raises(InferenceServerException):
+            client.load_model(name)
+
+
+def test_load_with_another_config(client: Any) -> None:
+    """Fails if a config that comes with the load isn't the one that counts until the next load."""
+    client.load_model("linear", config='{"max_batch_size": 2}')
+    assert client.get_model_config("linear").config.max_batch_size == 2
+    with pytest.raises(InferenceServerException, match="batch-size must be <= 2"):
+        ask(client, 3)
+    with pytest.raises(InferenceServerException, match="can't read the config"):
+        client.load_model("linear", config="{")
+    client.load_model("linear")
+    assert client.get_model_config("linear").config.max_batch_size == 8
+    with pytest.raises(InferenceServerException, match="is not supported"):
+        client.load_model("linear", config="{}", files={"file:1/model.onnx": b"x"})
+
+
+def test_settings(client: Any) -> None:
+    """Fails if a setting isn't kept, a model's isn't its own, or a wrong one is taken."""
+    assert client.get_trace_settings().settings["trace_level"].value == ["OFF"]
+    client.update_trace_settings("linear", {"trace_rate": "7"})
+    assert client.get_trace_settings("linear").settings["trace_rate"].value == ["7"]
+    assert client.get_trace_settings().settings["trace_rate"].value == ["1000"]
+    client.update_trace_settings("linear", {"trace_rate": None})
+    assert client.get_trace_settings("linear").settings["trace_rate"].value == ["1000"]
+    for settings in ({"trace_rate": "-7"}, {"nothing": "1"}, {"trace_level": "LOUD"}):
+        with pytest.raises(InferenceServerException):
+            client.update_trace_settings(settings=settings)
+    client.update_log_settings({"log_verbose_level": 1})
+    assert client.get_log_settings().settings["log_verbose_level"].uint32_param == 1
+    for settings in ({"log_file": "/tmp/x"}, {"nothing": True}, {"log_format": "poem"}):
+        with pytest.raises(InferenceServerException):
+            client.update_log_settings(settings)
+
+
+def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
+    """Fails if the status isn't empty, or registering is taken."""
+    assert not client.get_cuda_shared_memory_status().regions
+    with pytest.raises(InferenceServerException, match="GPUs not supported"):
+        client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8)
+    client.unregister_cuda_shared_memory()
+
+
+def test_every_method_is_there() -> None:
+    """Fails if the protocol has a method that the server hasn't."""
+    from accel.serve.grpc_front import _Servicer
+
+    assert len(proto.methods()) == 20
+    assert all(callable(getattr(_Servicer, name)) for name in proto.methods())
+
+
+def test_health(process: Any) -> None:
+    """Fails if the standard probe doesn't know the server's state, also while it ends."""
+    with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        status = health_pb2.HealthCheckResponse
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == status.SERVING
+        assert stub.Check(health_pb2.HealthCheckRequest(service=proto.SERVICE)).status == status.SERVING
+        process.server.drain(0.1)
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == status.NOT_SERVING
+
+
+def test_reflection(process: Any) -> None:
+    """Fails if a tool like grpcurl can't list the services and read their messages."""
+    with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest
+        asked = [request(list_services=""), request(file_containing_symbol=proto.SERVICE)]
+        listed, described = stub.ServerReflectionInfo(iter(asked))
+        names = {s.name for s in listed.list_services_response.service}
+        assert {proto.SERVICE, "grpc.health.v1.Health"} <= names
+        assert described.file_descriptor_response.file_descriptor_proto

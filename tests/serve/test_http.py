@@ -1,0 +1,178 @@
+"""REST v2, asked by Triton's own HTTP client and by plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from onnx import TensorProto
+from prometheus_client.parser import text_string_to_metric_families
+from serving import WEIGHTS, Start, identity
+from tritonclient.utils import InferenceServerException
+
+X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+
+
+@pytest.fixture
+def process(repository: Path, start: Start) -> Any:
+    identity(repository / "half" / "1", TensorProto.FLOAT16, [3])
+    return start(repository, mode="explicit", models=("*",), http_port=0, max_message=1 << 20)
+
+
+@pytest.fixture
+def client(process: Any) -> Any:
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as made:
+        yield made
+
+
+def plain(process: Any, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{process.ports['http']}{path}",
+        data=body,
+        headers={k.replace("_", "-"): v for k, v in headers.items()},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False, None])
+def test_infer(client: Any, binary_in: bool, binary_out: bool | None) -> None:
+    """Fails if JSON and binary tensors, in any combination, give different numbers or other forms than asked for."""
+    given = triton.InferInput("x", [2, 4], "FP32")
+    given.set_data_from_numpy(X, binary_data=binary_in)
+    outputs = None if binary_out is None else [triton.InferRequestedOutput("y", binary_data=binary_out)]
+    result = client.infer("linear", [given], outputs=outputs, request_id="9")
+    np.testing.assert_allclose(result.as_numpy("y"), X @ WEIGHTS, rtol=1e-5)
+    response = result.get_response()
+    assert (response["id"], response["model_version"]) == ("9", "1")
+    assert ("data" in response["outputs"][0]) is (binary_out is False)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_strings(client: Any, binary: bool) -> None:
+    """Fails if strings or integers change on their way."""
+    text = np.array([["é"], [""]], dtype=object)
+    inputs = []
+    for name, value, kind in (("a", np.array([[1, 2], [3, -4]]), "INT64"), ("text", text, "BYTES")):
+        inputs.append(triton.InferInput(name, list(value.shape), kind))
+        inputs[-1].set_data_from_numpy(value, binary_data=binary)
+    inputs.append(triton.InferInput("b", [2, 2], "INT64"))
+    inputs[-1].set_data_from_numpy(np.array([[10, 20], [30, 40]]), binary_data=binary)
+    outputs = [triton.InferRequestedOutput(name, binary_data=binary) for name in ("same", "total")]
+    result = client.infer("pair", inputs, outputs=outputs)
+    assert result.as_numpy("total").tolist() == [[11, 22], [33, 36]]
+    found = [v.decode() if isinstance(v, bytes) else v for v in result.as_numpy("same").ravel()]
+    assert found == ["é", ""]
+
+
+def test_half_precision_is_binary(client: Any, process: Any) -> None:
+    """Fails if FP16 is taken from JSON, where its bits would be lost, or given in JSON."""
+    given = triton.InferInput("x", [3], "FP16")
+    given.set_data_from_numpy(np.array([1, 2, 3], dtype=np.float16))
+    assert client.infer("half", [given]).as_numpy("y").tolist() == [1, 2, 3]
+    body = {"inputs": [{"name": "x", "datatype": "FP16", "shape": [3], "data": [1, 2, 3]}]}
+    status, text = plain(process, "/v2/models/half/infer", json.dumps(body).encode())
+    assert status == 400
+    assert b"not supported" in text
+
+
+def test_the_rest_of_the_client(client: Any) -> None:
+    """Fails if a call that isn't inference answers otherwise than Triton's client reads."""
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("linear", "1")
+    assert not client.is_model_ready("nothing")
+    assert client.get_server_metadata()["name"] == "accel"
+    assert client.get_model_metadata("linear")["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    config = client.get_model_config("linear")
+    assert (config["max_batch_size"], config["input"][0]["dims"]) == (8, [4])
+    assert client.get_inference_statistics("linear")["model_stats"][0]["inference_count"] == 0
+    assert {m["name"]: m["state"] for m in client.get_model_repository_index()}["linear"] == "READY"
+    client.unload_model("linear")
+    assert not client.is_model_ready("linear")
+    client.load_model("linear", config='{"max_batch_size": 2}')
+    assert client.get_model_config("linear")["max_batch_size"] == 2
+    assert client.get_trace_settings()["trace_level"] == ["OFF"]
+    assert client.update_log_settings({"log_verbose_level": 1})["log_verbose_level"] == 1
+    assert client.get_cuda_shared_memory_status() == []
+    with pytest.raises(InferenceServerException, match="unknown model: 'nothing'"):
+        client.get_model_config("nothing")
+
+
+def good(**changes: Any) -> bytes:
+    row = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]} | changes
+    return json.dumps({"inputs": [{k: v for k, v in row.items() if v is not None}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "length", "status", "says"),
+    [
+        ("linear", b"{", None, 400, "failed to parse the request JSON"),
+        ("linear", b"[1]", None, 400, "has to be a JSON object"),
+        ("linear", b"[" * 100_000, None, 400, "failed to parse"),
+        ("linear", good(data=[1]), None, 400, "Expected 4, got 1"),
+        ("linear", good(data="x"), None, 400, "Expected 4, got 1"),
+        ("linear", good(data=[[1, 2], [3]]), None, 400, "differ in length"),
+        ("linear", good(shape="x"), None, 400, "list of integers"),
+        ("linear", good(shape=[1, -4]), None, 400, "Expected [-1,4], got [1,-4]"),
+        ("linear", good(data=None), None, 400, "only one of them"),
+        ("linear", good(data=None, parameters={"binary_data_size": 16}), None, 400, "0 bytes are left"),
+        ("linear", good(), "9999", 400, "invalid Inference-Header-Content-Length"),
+        ("linear", good() + b"more", str(len(good())), 400, "unexpected additional"),
+        ("nothing", good(), None, 404, "unknown model: 'nothing'"),
+        ("..%2Flinear", good(), None, 404, "unknown model"),
+        ("linear/versions/x", good(), None, 400, "specified version string 'x'"),
+        ("linear", b"x" * ((1 << 20) + 1), None, 413, ""),
+    ],
+)  # fmt: skip
+def test_what_is_refused(process: Any, path: str, body: bytes, length: str | None, status: int, says: str) -> None:
+    """Fails if a wrong body gets another status, no text that says what is wrong, or stays in the books."""
+    headers = {"Inference_Header_Content_Length": length} if length else {}
+    found, text = plain(process, f"/v2/models/{path}/infer", body, **headers)
+    assert found == status
+    assert says in json.loads(text)["error"]
+    assert process.server.under_way == 0
+
+
+def test_metrics(client: Any, process: Any) -> None:
+    """Fails if Prometheus can't read them, or they differ from the statistics."""
+    given = triton.InferInput("x", [2, 4], "FP32")
+    given.set_data_from_numpy(X)
+    for _ in range(3):
+        client.infer("linear", [given])
+    status, text = plain(process, "/metrics")
+    assert status == 200
+    found = {f.name: f for f in text_string_to_metric_families(text.decode())}
+    samples = {
+        s.name.removesuffix("_total"): s.value
+        for f in found.values()
+        for s in f.samples
+        if s.labels.get("model") == "linear"
+    }
+    assert samples["nv_inference_request_success"] == 3
+    assert samples["nv_inference_count"] >= 3
+    assert samples["nv_inference_request_failure"] == 0
+    assert 'nv_inference_request_success{model="linear",version="1"} 3.0' in text.decode()  # Triton's name
+    assert found["nv_inference_request_success"].type == "counter"
+
+
+def test_probes_while_it_ends(process: Any) -> None:
+    """Fails if a load balancer goes on sending to a server that ends."""
+    assert plain(process, "/v2/health/ready")[0] == 200
+    process.server.drain(0.1)
+    assert plain(process, "/v2/health/ready")[0] == 503
+    assert plain(process, "/v2/health/live")[0] == 200
+    status, text = plain(process, "/v2/models/linear/infer", good())
+    assert status == 503
+    assert "Server is stopping" in text.decode()

@@ -1,0 +1,258 @@
+"""``accel serve`` as a command: its processes, signals, crashes, and ``--check``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from serving import WEIGHTS, linear
+from tritonclient.utils import InferenceServerException
+
+
+class Served:
+    """A running ``accel serve`` and its log."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "accel", "serve", *words, "--grpc-port", "0", "--http-port", "0"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        self.log: list[dict[str, Any]] = []
+        self._news = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.log.append(json.loads(line) if line.startswith("{") else {"message": line})
+                self._news.notify_all()
+        with self._news:
+            self.log.append({"message": "end of log"})
+            self._news.notify_all()
+
+    def wait_for(self, message: str, count: int = 1) -> dict[str, Any]:
+        """The ``count``-th line of the log that says so."""
+
+        def lines() -> list[dict[str, Any]]:
+            return [line for line in self.log if line["message"] == message]
+
+        with self._news:
+            assert self._news.wait_for(lambda: len(lines()) >= count or self.ended(), 60), self.log
+            assert len(lines()) >= count, self.log
+            return lines()[count - 1]
+
+    def ended(self) -> bool:
+        return any(line["message"] == "end of log" for line in self.log)
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def begin(*words: str) -> Served:
+        made.append(Served(*words))
+        return made[-1]
+
+    yield begin
+    for served in made:
+        if served.process.poll() is None:
+            served.process.send_signal(signal.SIGTERM)
+            try:
+                served.process.wait(30)
+            except subprocess.TimeoutExpired:
+                served.process.kill()
+                served.process.wait()
+        if served.process.stderr is not None:
+            served.process.stderr.close()
+
+
+def client(port: int) -> triton.InferenceServerClient:
+    # A connection of its own: by default all clients of a process share one, which reaches one process.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
+
+
+def ask(made: Any) -> np.ndarray:
+    given = triton.InferInput("x", [1, 4], "FP32")
+    given.set_data_from_numpy(np.ones((1, 4), np.float32))
+    found: np.ndarray = made.infer("linear", [given]).as_numpy("y")
+    return found
+
+
+class Load:
+    """Clients that ask without a pause, each on its own connection; what they got."""
+
+    def __init__(self, port: int, count: int = 4) -> None:
+        self.answers, self.errors = 0, []
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(port,)) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, port: int) -> None:
+        with client(port) as made:
+            while not self._stop.is_set():
+                try:
+                    y = ask(made)
+                except InferenceServerException as error:
+                    with self._lock:
+                        self.errors.append((error.status(), error.message()))
+                    if "stop" in str(error) or self._stop.is_set():
+                        return
+                    continue
+                with self._lock:
+                    self.answers += int(np.allclose(y, WEIGHTS.sum(0)))
+
+    def more(self, count: int) -> None:
+        """Wait for so many further answers."""
+        wanted, deadline = self.answers + count, time.monotonic() + 60
+        while self.answers < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+def test_sigterm_under_load(repository: Path, serve: Any) -> None:
+    """Fails if a request that was taken is lost when the server ends, or the end isn't a clean one."""
+    served = serve(str(repository), "--drain", "20")
+    load = Load(served.wait_for("serving")["ports"]["grpc"])
+    load.more(50)
+    assert served.end() == 0
+    load.end()
+    stopped = [line["message"] for line in served.log]
+    assert "stopped before all was answered" not in stopped
+    # What came later heard so, or found nobody: nothing else.
+    assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
+    assert all(
+        "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
+        for _, text in load.errors
+    ), load.errors
+
+
+@pytest.fixture
+def two(repository: Path, serve: Any) -> Any:
+    served = serve(str(repository), "--processes", "2", "--mode", "explicit", "--load-model", "*")
+    served.ready = served.wait_for("all processes serve")
+    served.grpc = served.ready["ports"]["grpc"]
+    return served
+
+
+def pids(served: Any) -> list[int]:
+    return [line["process"] for line in served.log if line["message"] == "serving"]
+
+
+def test_a_killed_process(two: Any) -> None:
+    """Fails if the death of one process costs more than its own requests, hangs a client, or isn't made good."""
+    load = Load(two.grpc)
+    load.more(50)
+    os.kill(pids(two)[0], signal.SIGKILL)
+    assert two.wait_for("a process died and is started again")["died"] == "signal SIGKILL"
+    two.wait_for("serving", 3)
+    load.more(50)
+    load.end()
+    assert len(load.errors) <= 4 * 20  # those under way, and tries while the connection was made again
+    assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
+    assert two.process.poll() is None
+
+
+def test_commands_reach_every_process(two: Any, repository: Path) -> None:
+    """Fails if a command or a count is of one process alone, also of one that was started later."""
+    clients = [client(two.grpc) for _ in range(8)]  # spread over the processes by the kernel
+    linear(repository / "later" / "1")
+    clients[0].load_model("later")
+    clients[1].unload_model("pair")
+    for made in clients:
+        assert made.is_model_ready("later")
+        assert not made.is_model_ready("pair")
+        for _ in range(5):
+            ask(made)
+    for made in clients:
+        stats = made.get_inference_statistics("linear").model_stats[0]
+        assert stats.inference_stats.success.count == 40
+    os.kill(pids(two)[1], signal.SIGKILL)
+    two.wait_for("serving", 3)
+    for _ in range(8):
+        with client(two.grpc) as made:
+            assert made.is_model_ready("later")
+            assert not made.is_model_ready("pair")
+    for made in clients:
+        made.close()
+
+
+def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
+    """Fails if a second server takes a part of the first one's connections and doesn't say so."""
+    for processes in ("1", "2"):
+        ran = subprocess.run(
+            [
+                sys.executable, "-m", "accel", "serve", str(repository), "--processes", processes,
+                "--grpc-port", str(two.grpc), "--no-http",
+            ],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 2
+        assert "choose another --grpc-port" in ran.stderr
+
+
+def test_check(repository: Path, cli: Any) -> None:
+    """Fails if --check passes a repository with a broken model, or fails a good one."""
+    ran = cli("serve", repository, "--check", "--json")
+    assert ran.code == 0, ran.stderr
+    assert {m["name"]: m["state"] for m in json.loads(ran.stdout)["models"]} == {"linear": "READY", "pair": "READY"}
+    (repository / "broken" / "1").mkdir(parents=True)
+    (repository / "broken" / "1" / "model.onnx").write_bytes(b"")
+    ran = cli("serve", repository, "--check", "--json")
+    assert ran.code == 1
+    found = {m["name"]: m for m in json.loads(ran.stdout)["models"]}
+    assert "is empty" in found["broken"]["reason"]
+    assert found["linear"]["state"] == "READY"
+    assert cli("serve", repository / "nowhere", "--check").code == 2
+
+
+def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
+    """Fails if ``accel infer`` shows other numbers than the model gives, or an error as a traceback."""
+    process = start(repository)
+    url = f"127.0.0.1:{process.ports['grpc']}"
+    x = np.random.default_rng(0).standard_normal((20, 4))  # float64, and more than one batch
+    np.savez(tmp_path / "inputs.npz", x=x)
+    ran = cli(
+        "infer", "linear", "--url", url, "--input", tmp_path / "inputs.npz", "--json", "-o", tmp_path / "y.npz", "-q"
+    )
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["requests"] == 3
+    found = np.array(body["outputs"]["y"]["data"]).reshape(body["outputs"]["y"]["shape"])
+    np.testing.assert_allclose(found, x @ WEIGHTS, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npz")["y"], x @ WEIGHTS, rtol=1e-4, atol=1e-5)
+    assert "FP32" in cli("infer", "linear", "--url", url, "--input", tmp_path / "inputs.npz", "-q").stdout
+    ran = cli("infer", "nothing", "--url", url, "--input", tmp_path / "inputs.npz", "-q")
+    assert ran.code == 1
+    assert "unknown model: 'nothing'" in ran.stderr
+    np.savez(tmp_path / "wrong.npz", z=x)
+    ran = cli("infer", "linear", "--url", url, "--input", tmp_path / "wrong.npz", "-q")
+    assert ran.code == 2
+    assert "it takes: x" in ran.stderr
+    ran = cli("infer", "linear", "--url", "127.0.0.1:1", "--input", tmp_path / "inputs.npz", "-q", "--timeout", "5")
+    assert ran.code == 1
+    assert "start one with accel serve" in ran.stderr

@@ -1,0 +1,300 @@
+"""Repositories: configs, versions, manifests, loading and reloading under requests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_builder as build
+import pytest
+import tritonclient.grpc as triton
+from serving import FLOAT, WEIGHTS, Start, linear
+from tritonclient.utils import InferenceServerException
+
+from accel.artifact import Manifest, manifest_path
+from accel.serve.inference import Code, ServeError
+from accel.serve.loading import Loading
+from accel.serve.model_files import Trust, valid_name
+from accel.serve.repository import Repository
+
+
+def open_repository(root: Path, **options: Any) -> Repository:
+    made = Repository(root, **options)
+    made.start()
+    return made
+
+
+@pytest.fixture
+def opened() -> Any:
+    """Opens repositories and closes them after the test."""
+    made: list[Repository] = []
+
+    def begin(root: Path, **options: Any) -> Repository:
+        made.append(open_repository(root, **options))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close(1.0)
+
+
+def reasons(repository: Repository) -> dict[str, str]:
+    return {row.name: row.reason for row in repository.index() if row.state == "UNAVAILABLE"}
+
+
+def scale(repository: Repository, name: str = "linear", version: str = "") -> float:
+    """What the model multiplies with now."""
+    from accel.serve.inference import InferenceRequest, infer
+
+    model = repository.get(name, version)
+    x = np.ones((1, 4), dtype=np.float32)
+    request = InferenceRequest(model=name, inputs={"x": x})
+    return round(float(infer(model.executor, request).outputs["y"][0, 0] / (x @ WEIGHTS)[0, 0]), 3)
+
+
+def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
+    """Fails if the config made from the file isn't what Triton would make: dims without the batch, batching on."""
+    linear(tmp_path / "linear" / "1")
+    config = opened(tmp_path).get("linear").config
+    assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")
+    assert config.max_batch_size == 8
+    assert config.HasField("dynamic_batching")
+    assert [(t.name, list(t.dims)) for t in (*config.input, *config.output)] == [("x", [4]), ("y", [3])]
+
+
+def test_a_model_without_a_batch(tmp_path: Path, opened: Any) -> None:
+    """Fails if a fixed first dim is taken for a batch."""
+    (tmp_path / "fixed" / "1").mkdir(parents=True)
+    build.artifact(
+        tmp_path / "fixed" / "1" / "model.onnx",
+        [build.node("Relu", "x", "y")],
+        {"x": (FLOAT, [1, 4])},
+        {"y": (FLOAT, [1, 4])},
+    )
+    model = opened(tmp_path).get("fixed")
+    assert model.config.max_batch_size == 0
+    assert model.inputs["x"].shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("max_batch_size: oops", "can't read linear/config.pbtxt"),
+        ('name: "other"', "calls itself 'other'"),
+        ('input { name: "z" data_type: TYPE_FP32 dims: [4] }', "no input 'z'"),
+        ('max_batch_size: 4 input { name: "x" data_type: TYPE_INT32 dims: [4] }', "the config says TYPE_INT32"),
+        ('max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [5] }', "the config's dims are [5]"),
+        ('input { name: "x" data_type: TYPE_FP32 dims: [4] }', "the config's dims are [4], the model's [-1, 4]"),
+        ("max_batch_size: 4 dynamic_batching { preferred_batch_size: [8] }", "preferred_batch_size has to be from 1"),
+        ('default_model_filename: "../../secret.onnx"', "has to be a plain file name"),
+        ('max_batch_size: 4 output { name: "y" label_filename: "../l" }', "has to be a plain file name"),
+        ('backend: "python"', "is Python code, which is not run"),
+        ("version_policy { specific { versions: [7] } }", "version 7"),
+    ],
+)
+def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:
+    """Fails if such a model is served, takes the good one beside it down, or the index doesn't say why."""
+    linear(tmp_path / "linear" / "1")
+    linear(tmp_path / "good" / "1")
+    (tmp_path / "linear" / "config.pbtxt").write_text(config)
+    repository = opened(tmp_path)
+    assert says in reasons(repository)["linear"]
+    with pytest.raises(ServeError, match="no available versions") as caught:
+        repository.get("linear")
+    assert caught.value.code is Code.UNAVAILABLE
+    assert scale(repository, "good") == 1
+
+
+def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
+    """Fails if an option of the config doesn't reach the scheduling."""
+    linear(tmp_path / "linear" / "1")
+    (tmp_path / "linear" / "config.pbtxt").write_text(
+        """
+        max_batch_size: 16
+        dynamic_batching {
+          preferred_batch_size: [4, 8] max_queue_delay_microseconds: 500 priority_levels: 2 default_priority_level: 1
+          default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 9 max_queue_size: 5 }
+          priority_queue_policy { key: 2 value { max_queue_size: 3 allow_timeout_override: true } }
+        }
+        instance_group [{ count: 2 kind: KIND_CPU }]
+        response_cache { enable: true }
+        parameters { key: "threads" value { string_value: "1" } }
+        """
+    )
+    found = opened(tmp_path).get("linear").scheduling
+    assert (found.max_batch_size, found.preferred, found.max_delay_us) == (16, (4, 8), 500)
+    assert (found.priority_levels, found.default_priority, found.instances, found.threads) == (2, 1, 2, 1)
+    assert (found.default_policy.timeout_action, found.default_policy.timeout_us) == ("delay", 9)
+    assert found.default_policy.max_queue_size == 5
+    assert found.policies[2].max_queue_size == 3
+    assert found.policies[2].allow_override
+    assert found.dynamic
+    assert found.response_cache
+
+
+@pytest.mark.parametrize(
+    ("policy", "versions"),
+    [
+        ("", ["10"]),
+        ("version_policy { latest { num_versions: 2 } }", ["2", "10"]),
+        ("version_policy { all {} }", ["1", "2", "10"]),
+        ("version_policy { specific { versions: [1, 10] } }", ["1", "10"]),
+    ],
+)
+def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: list[str]) -> None:
+    """Fails if other versions serve than the policy says, or the newest isn't the one by number."""
+    for version in (1, 2, 10):
+        linear(tmp_path / "linear" / str(version), scale=version)
+    (tmp_path / "linear" / "notes").mkdir()  # no version
+    (tmp_path / "linear" / "config.pbtxt").write_text(policy)
+    repository = opened(tmp_path)
+    assert [model.version for model in repository.versions("linear")] == versions
+    assert scale(repository) == 10
+    if "1" in versions:
+        assert scale(repository, version="1") == 1
+
+
+def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
+    """Fails if a file that was changed after accel wrote it is served without --insecure, or not with it."""
+    path = linear(tmp_path / "linear" / "1")
+    found = build.open_onnx(path, probe=False)
+    Manifest(kind="onnx", signature=found.signature, files=found.hashes()).write(manifest_path(path))
+    repository = opened(tmp_path)
+    assert scale(repository) == 1
+    path.write_bytes(_scaled(tmp_path, 2.0))
+    repository = opened(tmp_path)
+    assert "not the file its manifest describes" in reasons(repository)["linear"]
+    repository = opened(tmp_path, loading=Loading(trust=Trust(insecure=True)))
+    assert scale(repository) == 2
+
+
+def _scaled(tmp_path: Path, factor: float) -> bytes:
+    return linear(tmp_path.parent / f"{tmp_path.name}-other", factor).read_bytes()
+
+
+def test_pickles_are_not_opened(tmp_path: Path, opened: Any) -> None:
+    """Fails if a file that may hold pickles is opened without --allow-pickle: this one would leave a mark."""
+    import pickle
+
+    class Mark:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "executed"),))
+
+    for name in ("model.pt2", "model.pt"):
+        folder = tmp_path / "models" / name.replace(".", "_") / "1"
+        folder.mkdir(parents=True)
+        (folder / name).write_bytes(pickle.dumps(Mark()))
+    found = reasons(opened(tmp_path / "models"))
+    assert set(found) == {"model_pt", "model_pt2"}
+    assert all("--allow-pickle" in reason for reason in found.values())
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "../a", "", ".hidden", "a\0b", "a..b", "x" * 300, "a\nb"])
+def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> None:
+    """Fails if a name that isn't one plain folder's is taken."""
+    assert not valid_name(name)
+    linear(tmp_path / "models" / "linear" / "1")
+    linear(tmp_path / "a" / "1")
+    repository = opened(tmp_path / "models", mode="explicit")
+    with pytest.raises(ServeError) as caught:
+        repository.load(name)
+    assert caught.value.code is Code.INVALID_ARGUMENT
+
+
+def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) -> None:
+    """Fails if a load that fails takes away what served, by command or by polling."""
+    linear(tmp_path / "linear" / "1")
+    repository = opened(tmp_path, mode="explicit", startup=["linear"])
+    (tmp_path / "linear" / "2").mkdir()
+    (tmp_path / "linear" / "2" / "model.onnx").write_bytes(b"no model")
+    with pytest.raises(ServeError, match=r"version 2: .*not an ONNX file"):
+        repository.load("linear")
+    assert scale(repository) == 1
+    states = {row.version: row.state for row in repository.index()}
+    assert states == {"1": "READY", "2": "UNAVAILABLE"}
+    linear(tmp_path / "linear" / "2", scale=2.0)
+    repository.load("linear")
+    assert scale(repository) == 2
+    assert [model.version for model in repository.versions("linear")] == ["2"]
+
+
+def test_polling(tmp_path: Path, opened: Any) -> None:
+    """Fails if new, changed, broken and removed models aren't noticed, or a broken one is tried again and again."""
+    linear(tmp_path / "linear" / "1")
+    repository = opened(tmp_path, mode="poll", poll_seconds=3600)
+    first = repository.get("linear")
+    repository.poll_once()
+    assert repository.get("linear") is first  # nothing changed
+    linear(tmp_path / "linear" / "1", scale=3.0)
+    linear(tmp_path / "new" / "1")
+    repository.poll_once()
+    assert scale(repository) == 3
+    assert scale(repository, "new") == 1
+    (tmp_path / "new" / "1" / "model.onnx").write_bytes(b"half a mod")
+    repository.poll_once()
+    assert scale(repository, "new") == 1
+    shutil.rmtree(tmp_path / "linear")
+    repository.poll_once()
+    with pytest.raises(ServeError) as caught:
+        repository.get("linear")
+    assert caught.value.code is Code.NOT_FOUND
+
+
+def test_reloading_drops_no_request(tmp_path: Path, start: Start) -> None:
+    """Fails if a request that comes while versions are swapped, over and over, is refused or answered wrongly."""
+    linear(tmp_path / "linear" / "1")
+    process = start(tmp_path, mode="explicit", models=("linear",))
+    stop, failed, seen = threading.Event(), [], set()
+
+    def ask() -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+            given = triton.InferInput("x", [1, 4], "FP32")
+            given.set_data_from_numpy(np.ones((1, 4), dtype=np.float32))
+            while not stop.is_set():
+                try:
+                    y = client.infer("linear", [given]).as_numpy("y")
+                except InferenceServerException as error:
+                    failed.append(str(error))
+                    return
+                seen.add(round(float(y[0, 0] / WEIGHTS.sum(0)[0]), 2))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for scale_now in range(2, 9):
+        linear(tmp_path / "linear" / "1", scale=float(scale_now))
+        process.server.repository.load("linear")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert seen <= set(map(float, range(1, 9)))
+    assert len(seen) > 2
+
+
+def test_only_explicit_mode_takes_commands(tmp_path: Path, opened: Any) -> None:
+    """Fails if a server that loads by itself can be told to load or unload."""
+    linear(tmp_path / "linear" / "1")
+    repository = opened(tmp_path)
+    for call in (repository.load, repository.unload):
+        with pytest.raises(ServeError, match="not allowed if polling is enabled") as caught:
+            call("linear")
+        assert caught.value.code is Code.UNAVAILABLE
+
+
+@pytest.mark.parametrize("kind", ["empty", "truncated"])
+def test_a_damaged_model_between_good_ones(tmp_path: Path, opened: Any, kind: str) -> None:
+    """Fails if a damaged file takes more than its own model away."""
+    for name in ("a", "b", "c"):
+        linear(tmp_path / name / "1")
+    path = tmp_path / "b" / "1" / "model.onnx"
+    path.write_bytes(b"" if kind == "empty" else path.read_bytes()[:60])
+    repository = opened(tmp_path)
+    assert set(reasons(repository)) == {"b"}
+    assert repository.broken() == ["b"]
+    assert scale(repository, "a") == scale(repository, "c") == 1

@@ -1,0 +1,144 @@
+"""System shared memory, with Triton's own utilities."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.http as triton_http
+import tritonclient.utils.shared_memory as shm
+from serving import WEIGHTS, Start
+from tritonclient.utils import InferenceServerException
+
+from accel.serve.inference import Code, ServeError
+from accel.serve.shared_memory import SharedMemory
+from accel.serve.transport import Slice
+
+X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+
+
+@pytest.fixture
+def region() -> Any:
+    """``region(size)``: a key and Triton's handle of new shared memory."""
+    made = []
+
+    def make(size: int) -> tuple[str, Any]:
+        key = f"/accel-test-{uuid.uuid4().hex[:8]}"
+        made.append(shm.create_shared_memory_region(key[1:], key, size))
+        return key, made[-1]
+
+    yield make
+    for handle in made:
+        shm.destroy_shared_memory_region(handle)
+
+
+@pytest.fixture
+def process(repository: Path, start: Start) -> Any:
+    return start(repository, http_port=0)
+
+
+@pytest.mark.parametrize("face", ["grpc", "http"])
+def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: str) -> None:
+    """Fails if inputs are read or outputs written at another place than asked for, or also sent."""
+    module = triton if face == "grpc" else triton_http
+    key, handle = region(1024)
+    with module.InferenceServerClient(f"127.0.0.1:{process.ports[face]}") as client:
+        client.register_system_shared_memory("all", key, 1024)
+        status = client.get_system_shared_memory_status()
+        assert (status.regions["all"].key if face == "grpc" else status[0]["key"]) == key
+        shm.set_shared_memory_region(handle, [X], offset=64)
+        given = module.InferInput("x", [2, 4], "FP32")
+        given.set_shared_memory("all", X.nbytes, offset=64)
+        asked = module.InferRequestedOutput("y")
+        asked.set_shared_memory("all", 24, offset=512)
+        result = client.infer("linear", [given], outputs=[asked])
+        found = shm.get_contents_as_numpy(handle, np.float32, [2, 3], offset=512)
+        np.testing.assert_allclose(found, X @ WEIGHTS, rtol=1e-5)
+        if face == "grpc":
+            assert list(result.get_response().raw_output_contents) == [b""]
+        client.unregister_system_shared_memory("all")
+        with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'all'"):
+            client.infer("linear", [given])
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "out_size", "code", "says"),
+    [
+        (32, 1000, 24, "INVALID_ARGUMENT", "Invalid offset + byte size"),
+        (32, 2**63, 24, "INVALID_ARGUMENT", ""),
+        (16, 0, 24, "INVALID_ARGUMENT", "Expected 32, got 16"),
+        (32, 0, 20, "INVALID_ARGUMENT", "should be at least 24 bytes"),
+    ],
+)
+def test_slices_that_do_not_fit(
+    process: Any, region: Any, size: int, offset: int, out_size: int, code: str, says: str
+) -> None:
+    """Fails if a byte outside the region, or fewer than the tensor has, is read or written."""
+    key, _ = region(1024)
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+        client.register_system_shared_memory("r", key, 1024)
+        given = triton.InferInput("x", [2, 4], "FP32")
+        try:
+            given.set_shared_memory("r", size, offset=offset)
+        except ValueError:  # beyond what the protocol's int64 can say
+            return
+        asked = triton.InferRequestedOutput("y")
+        asked.set_shared_memory("r", out_size)
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer("linear", [given], outputs=[asked])
+        assert caught.value.status() == f"StatusCode.{code}"
+        assert says in caught.value.message()
+
+
+def test_registering(region: Any) -> None:
+    """Fails if a name is taken twice, or an object that is missing, too small or no shared memory is."""
+    memory = SharedMemory()
+    key, _ = region(100)
+
+    def refused(code: Code, *arguments: Any) -> None:
+        with pytest.raises(ServeError) as caught:
+            memory.register(*arguments)
+        assert caught.value.code is code
+
+    memory.register("a", key, 0, 100)
+    refused(Code.ALREADY_EXISTS, "a", key, 0, 100)
+    refused(Code.NOT_FOUND, "b", "/accel-test-nothing", 0, 100)
+    refused(Code.INVALID_ARGUMENT, "b", key, 0, 101)
+    refused(Code.INVALID_ARGUMENT, "b", key, 90, 11)
+    refused(Code.INVALID_ARGUMENT, "b", key, -1, 10)
+    refused(Code.INVALID_ARGUMENT, "b", key, 0, 0)
+    for path in ("/../etc/passwd", "../etc/passwd", "/..", "a/b", ""):
+        refused(Code.INVALID_ARGUMENT, "b", path, 0, 1)
+    memory.unregister("nothing")
+    memory.unregister()
+    assert memory.status() == []
+
+
+def test_links_are_not_followed(region: Any, tmp_path: Path) -> None:
+    """Fails if a link in /dev/shm leads the server to a file elsewhere."""
+    (tmp_path / "secret").write_bytes(b"x" * 100)
+    link = Path("/dev/shm") / f"accel-test-{uuid.uuid4().hex[:8]}"
+    link.symlink_to(tmp_path / "secret")
+    try:
+        with pytest.raises(ServeError) as caught:
+            SharedMemory().register("a", f"/{link.name}", 0, 10)
+        assert caught.value.code is Code.NOT_FOUND
+    finally:
+        link.unlink()
+
+
+def test_memory_that_was_made_smaller(region: Any) -> None:
+    """Fails if pages that are gone are touched: that would end the process."""
+    key, _ = region(8192)
+    memory = SharedMemory()
+    memory.register("a", key, 0, 8192)
+    assert len(memory.view(Slice("a", 8192))) == 8192
+    os.truncate(f"/dev/shm{key}", 4096)
+    with pytest.raises(ServeError, match="made smaller"):
+        memory.view(Slice("a", 10))
+    memory.unregister()
