@@ -71,7 +71,7 @@ def _refuse_others(folder: Path) -> None:
     names = [file.name for file in folder.iterdir()]
     if any("expert" in name for name in names):
         raise BadSource(f"{folder} is a mixture of experts, which isn't read; convert it with DeepSpeed's own scripts")
-    if any(name.startswith("layer_") and name.endswith("_model_states.pt") for name in names):
+    if any(name.startswith("layer_") and name.endswith("-model_states.pt") for name in names):
         raise BadSource(
             f"{folder} was written by DeepSpeed's pipeline engine, which isn't read; save the model unpiped"
         )

@@ -41,6 +41,9 @@ class Record:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {self.name}, of which something is called")
+
     def get(self, field: str, default: Any = None) -> Any:
         """A field of its state, where that is a dict (as it is for a dataclass and a Namespace)."""
         return self.state.get(field, default) if isinstance(self.state, dict) else default

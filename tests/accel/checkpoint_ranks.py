@@ -15,7 +15,7 @@ from checkpoint_net import Net
 
 
 def main(folder: Path) -> None:
-    """Leaves ``folder/step-1`` (model under its own names), ``folder/nested`` (under ``model``) and the whole weights."""
+    """Leaves ``folder/step-1`` (the model's own names), ``folder/nested`` (under ``model``) and the whole weights."""
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(3)

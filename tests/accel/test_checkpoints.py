@@ -1,7 +1,7 @@
 """Checkpoints of other trainers: each format read back bit for bit, without its library.
 
-The folders under ``checkpoints`` were recorded with the real libraries (``record_*.py``), with what those libraries make
-of them beside (``expected.safetensors``). torch.distributed.checkpoint's are made here by torch itself. Megatron's
+The folders under ``checkpoints`` were recorded with the real libraries (``record_*.py``), with what those libraries
+make of them beside (``expected.safetensors``). torch.distributed.checkpoint's are made here by torch itself. Megatron's
 pipeline stages and its layouts before version 2 are written here by hand, as its training script lays them out.
 """
 
@@ -113,8 +113,9 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Fails if query-key-value of grouped queries, the halves of SwiGLU, a row- or column-parallel layer, the vocabulary
-    or the stacked layers are joined in any other way than Megatron does, or a norm isn't found under both its names."""
+    """Fails if query-key-value of grouped queries, the halves of SwiGLU, a row- or column-parallel layer, the
+    vocabulary or the stacked layers are joined in any other way than Megatron does, or a norm isn't found under both
+    its names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -137,8 +138,8 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
-    """Fails if layers of later stages, or of the chunks of an interleaved schedule, keep their local numbers, or the last
-    stage's copy of the embedding is called unexpected. (Written by hand in Megatron's layout.)"""
+    """Fails if layers of later stages, or of the chunks of an interleaved schedule, keep their local numbers, or the
+    last stage's copy of the embedding is called unexpected. (Written by hand in Megatron's layout.)"""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)
@@ -166,7 +167,7 @@ def test_megatron_pipeline_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0.0, 1.0])
 def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
-    """Fails if the rows of query, key and value aren't put into today's order. (Written by hand in Megatron's layout.)"""
+    """Fails if the rows of query, key and value aren't put into today's order. (Written by hand.)"""
     heads, size = 4, 3
     today = torch.randn(heads, 3, size, 5)
     order = (1, 0, 2, 3) if version == 0 else (0, 2, 1, 3)
@@ -223,8 +224,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "step-1", "nested", "accelerate"])
 def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> None:
-    """Fails if a rank's piece goes to the wrong place, the optimizer's states are called unexpected, or anything differs
-    from what torch's own dcp.load reads."""
+    """Fails if a rank's piece goes to the wrong place, the optimizer's states are called unexpected, or anything
+    differs from what torch's own dcp.load reads."""
     folder = sharded / place
     if place == "accelerate":  # its FSDP folders hold the same, under this name
         folder = tmp_path / "state"
