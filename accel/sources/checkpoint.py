@@ -77,7 +77,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "torch.distributed.checkpoint, no Megatron mp_rank_XX folders, no model.safetensors and no "
             "pytorch_model.bin; give the folder that has one of them"
         )
-    checkpoint: Checkpoint = reader.read(path)
+    try:
+        checkpoint: Checkpoint = reader.read(path)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:160]  # a damaged file holds anything anywhere
+        raise InvalidModel(
+            f"{path} isn't laid out as its trainer does ({reason}); save the checkpoint again"
+        ) from error
     if not checkpoint.tensors:
         raise InvalidModel(f"{path} holds no weights; save the checkpoint again")
     return checkpoint

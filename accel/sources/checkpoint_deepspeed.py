@@ -100,16 +100,6 @@ def read(path: Path) -> Checkpoint:
     """The weights of the tag; the float32 master weights wherever the checkpoint has them."""
     folder = _tag(path)
     _refuse_others(folder)
-    try:
-        return _read(path, folder)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise InvalidModel(
-            f"{folder} isn't laid out as DeepSpeed does ({reason}); save the checkpoint again"
-        ) from error
-
-
-def _read(path: Path, folder: Path) -> Checkpoint:
     shards = _open(folder)
     module: Mapping[str, Any] = shards.models[0]["module"]
     if not isinstance(module, Mapping):

@@ -49,17 +49,11 @@ class Record:
         return self.state.get(field, default) if isinstance(self.state, dict) else default
 
 
-class DictRecord(dict[Any, Any]):
-    """A dict of a class of its own (Lightning's AttributeDict) as a dict."""
+class PlainDict:
+    """Stands for a dict of a class of its own (Lightning's AttributeDict): makes a plain one."""
 
-    def __new__(cls, *_: Any, **__: Any) -> DictRecord:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
-        pass
+    def __new__(cls, *_: Any, **__: Any) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}
 
 
 def _member(kind: Any, name: Any) -> Record:
@@ -122,7 +116,7 @@ _RECORDS: dict[str, type[Record]] = {
 _PLAIN = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, tuple, set, complex)}
 _GLOBALS: dict[str, Any] = {
     **_RECORDS,
-    **dict.fromkeys(DICTS, DictRecord),
+    **dict.fromkeys(DICTS, PlainDict),
     **_PLAIN,
     "builtins.getattr": _member,
     "__builtin__.getattr": _member,
