@@ -61,6 +61,34 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
         assert ran.code == 0, f"{command}: {ran.stderr}"
 
 
+def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: Path) -> None:
+    """Fails if a command of docs/checkpoints.md doesn't work as written on a checkpoint of that kind."""
+    import warnings
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from accel.sources.python_object import load_object
+
+    state = load_object("my_model.py:make", "factory")[1]().state_dict()
+    (user_folder / "deepspeed_run" / "step1").mkdir(parents=True)
+    (user_folder / "deepspeed_run" / "latest").write_text("step1")
+    deepspeed = {"module": state, "buffer_names": [], "param_shapes": None, "ds_version": "0.19.8"}
+    torch.save(deepspeed, user_folder / "deepspeed_run" / "step1" / "mp_rank_00_model_states.pt")
+    lightning = {"pytorch-lightning_version": "2.6.6", "state_dict": {f"model.{n}": t for n, t in state.items()}}
+    torch.save(lightning, user_folder / "run.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": state}, checkpoint_id=user_folder / "dcp_run", no_dist=True)
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    commands = [line[2:] for block in blocks("console", text) for line in block.splitlines()]
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command)
+        ran = cli(*words[1:], "-q")
+        assert ran.code == 0, f"{command}: {ran.stderr}"
+
+
 def test_every_target_and_extra_is_in_the_readme() -> None:
     """Fails if a target or an extra is added and the README doesn't know it."""
     import tomllib

@@ -34,8 +34,9 @@ def export(
 
     ``source``: ``package.module:factory``, ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, a
     transformers folder. ``inputs``: what the model takes, where the source doesn't say: ``{"x": ("float32", ("batch",
-    3, 32, 32))}`` or ``["x:float32[batch,3,32,32]"]``; a named dim is dynamic. ``weights``: a state dict for the
-    factory's model. ``dims``: ranges of dynamic dims as (min, opt, max). ``opset``: what the file will have, exactly.
+    3, 32, 32))}`` or ``["x:float32[batch,3,32,32]"]``; a named dim is dynamic. ``weights``: a state dict or a training
+    checkpoint for the factory's model (``docs/checkpoints.md``). ``dims``: ranges of dynamic dims as (min, opt, max).
+    ``opset``: what the file will have, exactly.
 
     Raises ``BadSource``, ``BadInputSpec``, ``ExportFailed`` (no exporter gave a right model), ``GateFailed``.
     """

@@ -22,7 +22,8 @@ _input = click.option(
 _weights = click.option(
     "--weights",
     type=click.Path(path_type=Path),
-    help="State dict for the factory: .safetensors, its index.json, or .pt (read without unpickling code).",
+    help="Weights for the factory: .safetensors, its index.json, .pt or .ckpt, or the folder of a training checkpoint "
+    "(DeepSpeed, torch.distributed.checkpoint, Megatron, Accelerate). No pickled code is run.",
 )
 dim_option = click.option(
     "--dim",

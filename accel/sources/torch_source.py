@@ -16,6 +16,7 @@ import torch
 from accel.artifact import Artifact, combined_sha256, file_sha256, text_sha256
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel
 from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources.checkpoint import Checkpoint, detect
 from accel.sources.declare import Declaration, Dims, Inputs, parse_dims, parse_inputs
 from accel.sources.python_object import load_object, raised
 from accel.sources.torch_call import discover_outputs, flatten, script_parameters
@@ -35,6 +36,7 @@ class Found:
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     dims: Mapping[str, DimRange] | None = None
+    checkpoint: Checkpoint | None = None
 
 
 def open_torch(
@@ -43,7 +45,8 @@ def open_torch(
     """The PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
     ``spec``: ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers folder.
-    ``inputs``: overrides what the factory declares. ``weights``: a state dict to load into what the factory makes.
+    ``inputs``: overrides what the factory declares. ``weights``: a state dict, or the folder of a
+    training checkpoint, to load into what the factory makes.
     """
     found = _find(spec, weights)
     given = parse_inputs(inputs) if inputs else ()
@@ -76,6 +79,7 @@ def open_torch(
             "kind": "torch",
             "spec": spec,
             "weights": str(weights) if weights else None,
+            **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             "files": files,
             "state_sha256": state,
             "code_sha256": code,
@@ -130,6 +134,11 @@ def _find(spec: str, weights: Path | None) -> Found:
 
         if (trained := final_folder(path)) is not None:
             return open_train_folder(trained)
+        if not (path / "config.json").is_file() and detect(path) is not None:
+            raise BadSource(
+                f"{path} holds weights and no code; name what they belong to: accel export FILE.py:FACTORY "
+                f"--weights {path}"
+            )
         from accel.sources.transformers_folder import open_folder
 
         return open_folder(path)
@@ -153,8 +162,9 @@ def _from_factory(spec: str, weights: Path | None) -> Found:
         )
     code = Path(getattr(module, "__file__", "") or spec)
     files = [code] if code.is_file() else []
-    if weights is not None:
-        files = [*load_weights(made, weights), *files]
+    checkpoint = load_weights(made, weights) if weights is not None else None
+    if checkpoint is not None:
+        files = [*checkpoint.files, *files]
     if declaration and declaration.weights:
         files = [*(Path(f) for f in declaration.weights()), *files]
     folder = getattr(getattr(made, "config", None), "_name_or_path", "")
@@ -168,6 +178,7 @@ def _from_factory(spec: str, weights: Path | None) -> Found:
         inputs=inputs,
         outputs=declaration.outputs if declaration else (),
         dims=declaration.dims if declaration else None,
+        checkpoint=checkpoint,
     )
 
 

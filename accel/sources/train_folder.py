@@ -52,7 +52,7 @@ def open_train_folder(folder: Path) -> Found:
     module = made[0] if isinstance(made, tuple) else made
     if not isinstance(module, torch.nn.Module):
         raise BadSource(f"{spec} returned {type(module).__name__}; a factory returns an nn.Module")
-    weights = load_weights(module, folder / INDEX)
+    weights = load_weights(module, folder / INDEX).files
     if signature is not None:
         inputs, outputs = parse_inputs(signature["inputs"]), tuple(signature["outputs"])
         dims = parse_dims({name: tuple(bounds) for name, bounds in signature["dims"].items()})

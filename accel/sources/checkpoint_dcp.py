@@ -1,0 +1,202 @@
+"""Folders of torch.distributed.checkpoint (torchtitan, FSDP shards of Accelerate, Lightning and Fabric, accel train).
+
+``.metadata`` is a pickle that says which piece of which tensor lies where: (file, offset, length) of a small torch file
+inside a shard. It is read as data (``unpickle``), and each piece is copied to its place.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.errors import BadSource, InvalidModel
+from accel.sources.checkpoint import Checkpoint, LazyTensor
+from accel.sources.unpickle import is_record, read_pickle
+
+METADATA = ".metadata"
+# What lies beside the model in a training checkpoint.
+_TRAINING = re.compile(
+    r"^(optim(izer)?s?|lr_schedulers?|schedulers?|dataloader|train_state|scaler|rng\w*|loss_scale)\b"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One piece of a tensor: where it goes, and where it is written."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """A whole tensor in pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    def read(self, row: int | None = None) -> torch.Tensor:
+        """The tensor, put together piece by piece; with ``row`` only that one of its first axis."""
+        whole = torch.empty(self.shape if row is None else self.shape[1:], dtype=self.dtype)
+        for piece in self.pieces:
+            if row is not None and not piece.offsets[0] <= row < piece.offsets[0] + piece.sizes[0]:
+                continue
+            found = _read_piece(piece, self.name)
+            if tuple(found.shape) != piece.sizes or found.dtype != self.dtype:
+                raise InvalidModel(
+                    f"{piece.file} holds {list(found.shape)} {found.dtype} for {self.name!r}, {METADATA} says "
+                    f"{list(piece.sizes)} {self.dtype}; the files are of different checkpoints, copy them again"
+                )
+            slices = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+            if row is None:
+                whole[slices].copy_(found)
+            else:
+                whole[slices[1:]].copy_(found[row - piece.offsets[0]])
+        return whole
+
+
+def detect(path: Path) -> bool:
+    """A folder with ``.metadata`` or shards in it, or with numbered steps that have them."""
+    return path.is_dir() and (_is_one(path) or bool(_steps(path)))
+
+
+def _is_one(path: Path) -> bool:
+    return (path / METADATA).is_file() or any(path.glob("*.distcp"))
+
+
+def _steps(path: Path) -> list[Path]:
+    """The folders ``step-N`` in ``path`` or in its ``checkpoints`` or ``checkpoint``, oldest first."""
+    found = [f for base in (path, path / "checkpoint", path / "checkpoints") for f in base.glob("step-*") if _is_one(f)]
+    return sorted((f for f in found if f.name[5:].isdigit()), key=lambda f: int(f.name[5:]))
+
+
+def read(path: Path) -> Checkpoint:
+    """The tensors of the folder, or of the newest step in it."""
+    notes: tuple[str, ...] = ()
+    if not _is_one(path):
+        steps = _steps(path)
+        path = steps[-1]
+        notes = (f"the newest of {len(steps)} steps: {path.name}",)
+    found = read_pieces(path)
+    spare = frozenset(name for name in found if _TRAINING.match(name))
+    return Checkpoint(
+        format="torch.distributed.checkpoint",
+        path=path,
+        tensors={n: LazyTensor(shape=p.shape, read=p.read) for n, p in found.items()},
+        files=shards(path, [p for n, p in found.items() if n not in spare] or list(found.values())),
+        notes=notes,
+        spare=spare,
+    )
+
+
+def shards(path: Path, found: Sequence[Pieces]) -> tuple[Path, ...]:
+    """``.metadata`` and the files that the pieces of ``found`` lie in."""
+    return (path / METADATA, *sorted({piece.file for pieces in found for piece in pieces.pieces}))
+
+
+def read_pieces(path: Path) -> dict[str, Pieces]:
+    """What ``.metadata`` says of every tensor, checked against the sizes of the shards.
+
+    Raises ``InvalidModel`` where the folder is incomplete or its files don't fit each other.
+    """
+    metadata = path / METADATA
+    if not metadata.is_file():
+        raise InvalidModel(
+            f"{path} has no {METADATA}: the save was never finished, or the file wasn't copied; give a complete one"
+        )
+    try:
+        return _pieces(path, read_pickle(metadata))
+    except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+        raise InvalidModel(
+            f"{metadata} is no metadata of torch.distributed.checkpoint; save the checkpoint again"
+        ) from error
+
+
+def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
+    if not is_record(body, "Metadata") or not isinstance(body.get("storage_data"), dict):
+        raise ValueError("no Metadata")
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, info in body.get("storage_data").items():
+        places[str(index.get("fqn")), _sizes(index.get("offset") or ())] = info
+    lengths: dict[Path, int] = {}
+    found: dict[str, Pieces] = {}
+    for name, entry in body.get("state_dict_metadata").items():
+        if not is_record(entry, "TensorStorageMetadata"):
+            continue  # bytes: step counts, schedulers
+        shape, dtype = _sizes(entry.get("size")), entry.get("properties").state[0]
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("no dtype")
+        pieces = []
+        for chunk in entry.get("chunks"):
+            offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
+            if len(offsets) != len(shape) or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+                raise InvalidModel(
+                    f"{path / METADATA} puts a piece of {name!r} outside of it; save the checkpoint again"
+                )
+            info = places.get((name, offsets), places.get((name, ())) if not any(offsets) else None)
+            if info is None:
+                raise InvalidModel(
+                    f"{path / METADATA} doesn't say where a piece of {name!r} is; save the checkpoint again"
+                )
+            if info.get("transform_descriptors"):
+                raise BadSource(
+                    f"{path} is compressed ({info.get('transform_descriptors')[0]}); save it without extensions"
+                )
+            file = path / str(info.get("relative_path"))
+            if file.parent != path:
+                raise InvalidModel(f"{path / METADATA} points to {file} outside its folder; refused")
+            start, length = int(info.get("offset")), int(info.get("length"))
+            if file not in lengths:
+                if not file.is_file():
+                    raise InvalidModel(f"{path} lacks {file.name}, which holds a part of {name!r}; copy it there")
+                lengths[file] = file.stat().st_size
+            if start < 0 or length < 0 or start + length > lengths[file]:
+                raise InvalidModel(f"{file} is truncated ({lengths[file]} bytes); copy it again")
+            pieces.append(Piece(offsets=offsets, sizes=sizes, file=file, start=start, length=length))
+        _check_covered(path, name, shape, pieces)
+        found[str(name)] = Pieces(name=str(name), shape=shape, dtype=dtype, pieces=tuple(pieces))
+    return found
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = tuple(value)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("no sizes")
+    return sizes
+
+
+def _check_covered(path: Path, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    """Pieces that don't overlap and have as many numbers as the tensor leave no gap."""
+    distinct = {piece.offsets: torch.Size(piece.sizes).numel() for piece in pieces if 0 not in piece.sizes}
+    if sum(distinct.values()) != torch.Size(shape).numel() and 0 not in shape:
+        raise InvalidModel(
+            f"{path / METADATA} knows {sum(distinct.values())} of the {torch.Size(shape).numel()} numbers of {name!r}; "
+            "a rank's part is missing, give a complete checkpoint"
+        )
+
+
+def _read_piece(piece: Piece, name: str) -> torch.Tensor:
+    with piece.file.open("rb") as file:
+        file.seek(piece.start)
+        data = file.read(piece.length)
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BadSource(f"{piece.file} holds more than a tensor for {name!r} and is not unpickled; refused") from error
+    except Exception as error:  # torch raises nearly anything on bytes that are not its own
+        raise InvalidModel(f"{piece.file} is damaged where {name!r} is; copy it again") from error
+    if not isinstance(found, torch.Tensor):
+        raise InvalidModel(f"{piece.file} holds no tensor for {name!r}; save the checkpoint again")
+    return found.detach()

@@ -1,0 +1,285 @@
+"""Megatron's checkpoints, joined to what one rank would hold: torch_dist folders, and one folder a rank (older).
+
+    FOLDER/latest_checkpointed_iteration.txt                    2
+    FOLDER/iter_0000002/metadata.json, .metadata, *.distcp      torch_dist: whole tensors, the layers stacked
+    FOLDER/iter_0000002/mp_rank_TT[_PPP]/model_optim_rng.pt     tensor-parallel rank TT, pipeline stage PPP
+
+How a tensor was cut follows from its name, as in Megatron's own layers: column-parallel ones along axis 0, row-parallel
+weights along axis 1, all others are the same on every rank (and that is checked).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.errors import BadSource, InvalidModel
+from accel.sources.checkpoint import Checkpoint, LazyTensor
+from accel.sources.checkpoint_dcp import Pieces, read_pieces, shards
+from accel.sources.unpickle import Record, read_torch
+
+LATEST = "latest_checkpointed_iteration.txt"
+_RANK = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_EXPERTS = re.compile(r"\.(local_)?experts\.")
+_STACKED = re.compile(r"^(.*\blayers)\.(?!\d)(.*)$")
+_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.*)$")
+_QKV = re.compile(r"\b(query_key_value|linear_qkv)\.(weight|bias)$")
+_GATED = re.compile(r"\b(dense_h_to_4h|linear_fc1)\.(weight|bias)$")
+_COLUMN = re.compile(
+    r"\b((query_key_value|linear_qkv|dense_h_to_4h|linear_fc1|query|key_value|linear_q|linear_kv)\.(weight|bias)"
+    r"|(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.weight|(output_layer|lm_head)\.bias)$"
+)
+_ROW = re.compile(r"\b((linear_proj|linear_fc2|dense_4h_to_h)\.weight|(self_attention|attention)\.dense\.weight)$")
+# The norm before a layer goes by the layer's name where the two are fused (Transformer Engine), else by its own.
+_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+def detect(path: Path) -> bool:
+    """A folder of iterations, or the folder of one."""
+    return path.is_dir() and ((path / LATEST).is_file() or _is_torch_dist(path) or bool(_rank_folders(path)))
+
+
+def _is_torch_dist(path: Path) -> bool:
+    try:
+        return "sharded_backend" in json.loads((path / "metadata.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _rank_folders(path: Path) -> dict[tuple[int, int], Path]:
+    """Folder by (tensor-parallel rank, pipeline stage)."""
+    found = {}
+    for folder in path.iterdir():
+        match = _RANK.match(folder.name)
+        if match and folder.is_dir():
+            if match.group(3):
+                raise BadSource(
+                    f"{path} is a mixture of experts, which isn't read; convert it with Megatron's own scripts"
+                )
+            found[int(match.group(1)), int(match.group(2) or 0)] = folder
+    return found
+
+
+def read(path: Path) -> Checkpoint:
+    """The weights as one rank would hold them."""
+    folder, files = path, tuple[Path, ...]()
+    if (path / LATEST).is_file():
+        files = (path / LATEST,)
+        text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()[:40]
+        if text != "release" and not text.isdecimal():
+            raise InvalidModel(
+                f"{path / LATEST} holds {text!r}, which is no iteration; give the iteration's folder itself"
+            )
+        folder = path / (text if text == "release" else f"iter_{int(text):07d}")
+        if not folder.is_dir():
+            there = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir())) or "none"
+            raise BadSource(f"{path / LATEST} names {folder.name}, which isn't there; the folders there are: {there}")
+    ranks = _rank_folders(folder)
+    if not ranks and not _is_torch_dist(folder):
+        raise InvalidModel(f"{folder} has neither metadata.json nor mp_rank_XX folders; copy the whole folder")
+    tensors, read_files, notes, spare = _legacy(folder, ranks) if ranks else _torch_dist(folder)
+    expert = next((name for name in tensors if _EXPERTS.search(name)), None)
+    if expert is not None:
+        raise BadSource(
+            f"{folder} is a mixture of experts ({expert}), which isn't read; convert it with Megatron's scripts"
+        )
+    for name in list(tensors):
+        for fused, own in _NORMS:
+            for old, new in ((fused, own), (own, fused)):
+                other = name.replace(old, new)
+                if other != name and other not in tensors:
+                    tensors[other] = tensors[name]
+                    spare |= {name, other}
+    return Checkpoint(
+        format="Megatron, one folder a rank" if ranks else "Megatron torch_dist",
+        path=path,
+        tensors=tensors,
+        files=(*files, *read_files),
+        notes=(f"iteration folder {folder.name}", *notes),
+        spare=frozenset(spare),
+    )
+
+
+Parts = tuple[dict[str, LazyTensor], tuple[Path, ...], tuple[str, ...], set[str]]
+
+
+def _torch_dist(folder: Path) -> Parts:
+    """Tensors are whole there already; the layers of a stack share one, along axis 0."""
+    backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
+    if backend != "torch_dist":
+        raise BadSource(f"{folder} is in Megatron's {backend} format; save it with --ckpt-format torch_dist")
+    found = read_pieces(folder)
+    masters = "optimizer.state.fp32_param."
+    model = {n: p for n, p in found.items() if not n.startswith(("optimizer.", "rng_state", "rerun_state"))}
+    better = {n: found[masters + n] for n, p in model.items() if _same(found.get(masters + n), p)}
+    used = {**model, **better}
+    tensors: dict[str, LazyTensor] = {}
+    for name, pieces in used.items():
+        match = _STACKED.match(name)
+        if match is None:
+            tensors[name] = LazyTensor(shape=pieces.shape, read=pieces.read)
+            continue
+        for layer in range(pieces.shape[0]):
+            whole = f"{match.group(1)}.{layer}.{match.group(2)}"
+            tensors[whole] = LazyTensor(shape=pieces.shape[1:], read=partial(pieces.read, layer))
+    low = {str(p.dtype).removeprefix("torch.") for n, p in model.items() if p.dtype.itemsize < 4 and n not in better}
+    notes = [f"{len(better)} float32 master weights were taken"] if better else []
+    notes += [f"parameters in {', '.join(sorted(low))} were taken as saved"] if low else []
+    return tensors, (folder / "metadata.json", *shards(folder, list(used.values()))), tuple(notes), set()
+
+
+def _same(master: Pieces | None, model: Pieces) -> bool:
+    return master is not None and master.shape == model.shape and master.dtype == torch.float32 != model.dtype
+
+
+def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
+    files = {place: _file(rank) for place, rank in sorted(ranks.items())}
+    fix = "only weights, args and numbers are read from it; save it without the optimizer and objects of your own"
+    bodies = {place: read_torch(file, fix=fix) for place, file in files.items()}
+    first = bodies[min(bodies)]
+    if not isinstance(first, dict) or not any(key in first for key in ("model", "model0")):
+        raise InvalidModel(f"{files[min(files)]} has no 'model' in it: Megatron didn't write it; give another folder")
+    arguments = first.get("args")
+    said = arguments.get if isinstance(arguments, Record) else (lambda _, default=None: default)
+    across = int(said("tensor_model_parallel_size") or max(t for t, _ in ranks) + 1)
+    stages = int(said("pipeline_model_parallel_size") or max(p for _, p in ranks) + 1)
+    for stage in range(stages):
+        for rank in range(across):
+            if (rank, stage) not in ranks:
+                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+                raise InvalidModel(
+                    f"{folder} lacks {name} (it was saved with {across} x {stages} ranks); copy it there"
+                )
+    if len(ranks) > across * stages:
+        raise InvalidModel(f"{folder} holds {len(ranks)} ranks of a save with {across * stages}; copy it again, alone")
+    iterations = {body.get("iteration") for body in bodies.values()}
+    if len(iterations) > 1:
+        raise InvalidModel(f"{folder} mixes ranks of iterations {' and '.join(map(str, sorted(iterations, key=str)))}")
+    join = _Joining(folder=folder, version=float(first.get("checkpoint_version") or 0), said=said)
+    tensors: dict[str, LazyTensor] = {}
+    first_layer = 0
+    chunks = sorted((key for key in first if re.fullmatch(r"model\d*", str(key))), key=lambda k: int(k[5:] or 0))
+    for chunk in chunks:  # an interleaved schedule gives each stage several chunks of layers
+        for stage in range(stages):
+            parts = [dict(_flat(bodies[rank, stage].get(chunk))) for rank in range(across)]
+            layers = set()
+            for name in parts[0]:
+                if any(name not in part for part in parts):
+                    raise InvalidModel(
+                        f"{folder}: {name!r} is not on every tensor-parallel rank; copy the folder again"
+                    )
+                match, whole = _LAYER.match(name), name
+                if match:
+                    layers.add(int(match.group(2)))
+                    whole = f"{match.group(1)}.{int(match.group(2)) + first_layer}.{match.group(3)}"
+                if whole not in tensors:
+                    tensors[whole] = join(name, [part[name] for part in parts])
+            first_layer += len(layers)
+    spare = set()
+    if stages > 1 and not said("untie_embeddings_and_output_weights"):  # the last stage's copy of the embedding
+        spare = {n for n in tensors if n.endswith(("word_embeddings_for_head.weight", "output_layer.weight"))}
+    kinds = {part.dtype for body in bodies.values() for key in chunks for _, part in _flat(body.get(key))}
+    low = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.itemsize < 4)
+    notes = [f"joined from {across} tensor-parallel x {stages} pipeline ranks", *join.notes]
+    notes += (
+        [f"parameters in {', '.join(low)} were taken as saved: master weights are read from torch_dist only"]
+        if low
+        else []
+    )
+    return tensors, tuple(files.values()), tuple(notes), spare
+
+
+def _file(folder: Path) -> Path:
+    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise InvalidModel(f"{folder} lacks {_FILES[0]}; copy it there")
+    return file
+
+
+def _flat(body: Any, front: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of nested dicts, their keys joined by dots."""
+    for key, value in body.items() if isinstance(body, Mapping) else ():
+        if isinstance(value, torch.Tensor) and not str(key).endswith("_extra_state"):
+            yield f"{front}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{front}{key}.")
+
+
+class _Joining:
+    """How the parts of the tensor-parallel ranks make one tensor."""
+
+    def __init__(self, *, folder: Path, version: float, said: Callable[..., Any]) -> None:
+        self.folder = folder
+        self.version = version
+        self.gated = bool(said("swiglu") or said("gated_linear_unit"))
+        self.heads = int(said("num_attention_heads") or 0)
+        self.notes: list[str] = []
+
+    def __call__(self, name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
+        if len({(part.dtype, part.ndim) for part in parts}) > 1:
+            raise InvalidModel(f"{self.folder}: {name!r} differs in dtype or rank between ranks; copy the folder again")
+        if _QKV.search(name) and self.version < 2:
+            return self._old_qkv(parts)
+        axis = 0 if _COLUMN.search(name) else 1 if _ROW.search(name) else None
+        if axis is None:
+            if any(not torch.equal(parts[0], part) for part in parts[1:]):
+                raise BadSource(
+                    f"{self.folder}: {name!r} differs between the tensor-parallel ranks and isn't a layer of "
+                    "Megatron's that is known to be cut; merge it with Megatron's own scripts and give the result"
+                )
+            return LazyTensor.of(parts[0])
+        shape = list(parts[0].shape)
+        if axis >= len(shape):
+            raise InvalidModel(f"{self.folder}: {name!r} is {shape}, which can't be joined along axis {axis}")
+        if any(
+            [n for i, n in enumerate(part.shape) if i != axis] != shape[:axis] + shape[axis + 1 :] for part in parts
+        ):
+            raise InvalidModel(f"{self.folder}: the parts of {name!r} don't fit; copy the folder again")
+        shape[axis] = sum(part.shape[axis] for part in parts)
+        return LazyTensor(
+            shape=tuple(shape), read=partial(_join, parts, axis, self.gated and _GATED.search(name) is not None)
+        )
+
+    def _old_qkv(self, parts: Sequence[torch.Tensor]) -> LazyTensor:
+        """Before checkpoint version 2: [3, heads, head] (0) or [heads, head, 3] (1) rows, today [heads, 3, head]."""
+        if (
+            not self.heads
+            or self.heads % len(parts)
+            or any(part.shape[0] % (3 * self.heads // len(parts)) for part in parts)
+        ):
+            raise BadSource(
+                f"{self.folder} is of checkpoint version {self.version:g} and doesn't say its heads; convert it"
+            )
+        note = f"query, key and value were put into today's order (checkpoint version {self.version:g})"
+        self.notes += [note] if note not in self.notes else []
+        own, version = self.heads // len(parts), self.version
+
+        def read() -> torch.Tensor:
+            turned = []
+            for part in parts:
+                rest = part.shape[1:]
+                if version < 1:
+                    rows = part.reshape(3, own, -1, *rest).transpose(0, 1)
+                else:
+                    rows = part.reshape(own, -1, 3, *rest).transpose(1, 2)
+                turned.append(rows.reshape(part.shape))
+            return torch.cat(turned)
+
+        return LazyTensor(shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]), read=read)
+
+
+def _join(parts: Sequence[torch.Tensor], axis: int, gated: bool) -> torch.Tensor:
+    if not gated:
+        return torch.cat(list(parts), dim=axis)
+    halves = [part.chunk(2) for part in parts]  # each rank holds its share of the gate, then of the values
+    return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

@@ -1,0 +1,121 @@
+"""A checkpoint's names matched to a model's: wrappers' prefixes, tied weights, and what to say where they don't fit."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from accel.errors import BadSource
+from accel.sources.checkpoint import Checkpoint, LazyTensor
+
+# What wrappers put anywhere in a name.
+_INSIDE = re.compile(r"(?<![^.])(?:_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# What they put in front of every name, in the order in which they are tried.
+_FRONT = ("", "module.", "model.", "module.model.", "model.module.", "_original_module.", "net.", "network.")
+
+
+def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
+    """``checkpoint`` with exactly the names of the model's ``state_dict``.
+
+    Raises ``BadSource`` with the first name (and the closest ones) or shape that doesn't fit.
+    """
+    wanted: Mapping[str, torch.Tensor] = {
+        name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)
+    }
+    found, notes = _unwrapped(checkpoint)
+    copies = _copies(wanted)
+    prefix = _prefix(checkpoint, found, wanted, copies)
+    if prefix:
+        outside = sum(1 for name in found if not name.startswith(prefix) and name not in checkpoint.spare)
+        notes += (f"{prefix!r} in front of the names was left out",)
+        if outside:
+            notes += (f"{outside} tensors outside {prefix!r} were left out",)
+        found = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+    spare = {name.removeprefix(prefix) for name in checkpoint.spare}
+    for name in [n for n in wanted if n not in found]:
+        same = next((other for other in copies[name] if other in found), None)
+        if same is not None:
+            found[name] = found[same]
+            notes += (f"{name!r} is tied to {same!r}",)
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted and name not in spare]
+    if missing or unexpected:
+        raise BadSource(_differ(checkpoint, missing, unexpected, list(found), list(wanted)))
+    for name, value in wanted.items():
+        if tuple(found[name].shape) != tuple(value.shape):
+            raise BadSource(
+                f"{checkpoint.path}: {name!r} is {list(found[name].shape)}, the model's is {list(value.shape)}; "
+                "give the weights of this factory's model"
+            )
+    return replace(
+        checkpoint,
+        tensors={name: found[name] for name in wanted},
+        notes=(*checkpoint.notes, *notes),
+        spare=frozenset(),
+    )
+
+
+def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    found = {_INSIDE.sub("", name): value for name, value in checkpoint.tensors.items()}
+    if len(found) < len(checkpoint.tensors):  # two names that differ in a wrapper only: leave them as they are
+        return dict(checkpoint.tensors), ()
+    changed = any(name not in checkpoint.tensors for name in found)
+    return found, ("wrappers' names (such as _orig_mod) were left out",) if changed else ()
+
+
+def _copies(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """For each name, the others that are the same tensor (tied weights, of which savers may keep one)."""
+    places: dict[tuple[object, ...], list[str]] = {}
+    keys = {n: (t.data_ptr() or n, tuple(t.shape), t.stride(), t.dtype) for n, t in wanted.items()}
+    for name, key in keys.items():
+        places.setdefault(key, []).append(name)
+    return {name: [other for other in places[key] if other != name] for name, key in keys.items()}
+
+
+def _prefix(
+    checkpoint: Checkpoint,
+    found: Mapping[str, LazyTensor],
+    wanted: Mapping[str, torch.Tensor],
+    copies: Mapping[str, list[str]],
+) -> str:
+    """What stands in front of the model's names in the checkpoint; empty where nothing fits."""
+
+    def holds(prefix: str) -> bool:
+        return all(prefix + name in found or any(prefix + c in found for c in copies[name]) for name in wanted)
+
+    for prefix in _FRONT:
+        if holds(prefix):
+            return prefix
+    if not wanted:
+        return ""
+    # A LightningModule calls its model what it likes: anything that stands before all the names.
+    first = next(iter(wanted))
+    ends = [f".{name}" for name in (first, *copies[first])]
+    fronts = {n[: len(n) - len(end) + 1] for n in found for end in ends if n.endswith(end)}
+    fitting = sorted(front for front in fronts if holds(front))
+    if len(fitting) > 1:
+        raise BadSource(
+            f"{checkpoint.path} holds this model several times, under {' and '.join(map(repr, fitting))}; "
+            "save the one you mean alone: torch.save(that_model.state_dict(), ...)"
+        )
+    return fitting[0] if fitting else ""
+
+
+def _differ(
+    checkpoint: Checkpoint, missing: list[str], unexpected: list[str], found: list[str], wanted: list[str]
+) -> str:
+    name = (missing or unexpected)[0]
+    what = f"lacks {name!r}" if missing else f"holds {name!r}, which the model doesn't have"
+    close = difflib.get_close_matches(name, unexpected if missing else missing or wanted, n=2, cutoff=0.6)
+    nearest = f"; closest in the {'checkpoint' if missing else 'model'}: {', '.join(map(repr, close))}" if close else ""
+    front = next((f for f in _FRONT[1:] if all(w.startswith(f) and w.removeprefix(f) in found for w in wanted)), "")
+    fix = (
+        f"the names fit without the model's {front!r}: have the factory return that part of it"
+        if front
+        else "give the weights of this factory's model"
+    )
+    return f"{checkpoint.path} {what} ({len(missing)} missing, {len(unexpected)} unexpected{nearest}); {fix}"

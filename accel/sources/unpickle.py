@@ -1,0 +1,199 @@
+"""Pickles of trainers read without running anything in them: every name they may use is in one list here.
+
+``read_torch`` is for files of ``torch.save``: torch's own weights-only unpickler, mapped into memory, with the names
+below added. ``read_pickle`` is for a bare pickle (the ``.metadata`` of torch.distributed.checkpoint): Python's own,
+which finds nothing but these names. None of them leads to the real class: each becomes a ``Record`` that only
+keeps what the pickle said of it, so no constructor, ``__setstate__`` or function of a library ever runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from accel.errors import BadSource, InvalidModel
+
+
+class Record:
+    """An object of a pickle as data: the ``name`` of its class, the arguments it was made with, and its state."""
+
+    name = ""
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **_: Any) -> Record:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {self.name}, of which something is called")
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """A field of its state, where that is a dict (as it is for a dataclass and a Namespace)."""
+        return self.state.get(field, default) if isinstance(self.state, dict) else default
+
+
+class PlainDict:
+    """Stands for a dict of a class of its own (Lightning's AttributeDict): makes a plain one."""
+
+    def __new__(cls, *_: Any, **__: Any) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}
+
+
+def _member(kind: Any, name: Any) -> Record:
+    """What Python 3.11 writes for a member of an enum: getattr(kind, name). Here it looks nothing up."""
+    if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
+        raise pickle.UnpicklingError("Unsupported global: GLOBAL builtins.getattr was not an allowed global")
+    return kind(name)
+
+
+def _strings(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for name in names)
+
+
+# Classes that trainers leave in their checkpoints, by exact name. They are read as records.
+RECORDS = (
+    *_strings("argparse", "Namespace"),
+    *_strings("pathlib", "Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    *_strings("pathlib._local", "Path", "PosixPath", "WindowsPath"),
+    *_strings("typing", "Any"),
+    *_strings("types", "SimpleNamespace"),
+    *_strings("datetime", "timedelta", "datetime"),
+    *_strings(
+        "torch.distributed.checkpoint.metadata",
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+    ),
+    *_strings("torch.distributed.checkpoint.planner", "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    *_strings("torch.distributed.checkpoint.filesystem", "_StorageInfo", "_StoragePrefix"),
+    *_strings("torch.distributed.checkpoint._fsspec_filesystem", "_StorageInfo"),
+    *_strings("torch.distributed.checkpoint.hf_storage", "_HFStorageInfo"),
+    *_strings("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+    *_strings("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    *_strings("deepspeed.utils.tensor_fragment", "fragment_address"),
+    *_strings("deepspeed.runtime.config", "DtypeEnum"),
+    *_strings("megatron.model.enums", "ModelType", "AttnMaskType", "PositionEmbeddingType"),
+    *_strings("megatron.core.enums", "ModelType", "Fp8Recipe", "Fp4Recipe"),
+    *_strings("megatron.core.transformer.enums", "AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope"),
+    *_strings("megatron.core.rerun_state_machine", "RerunMode", "RerunState", "RerunDiagnostic"),
+    *_strings("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
+    *_strings("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
+    *_strings("omegaconf.dictconfig", "DictConfig"),
+    *_strings("omegaconf.listconfig", "ListConfig"),
+    *_strings("omegaconf.base", "Metadata", "ContainerMetadata"),
+    *_strings("omegaconf.nodes", "AnyNode", "StringNode", "IntegerNode", "FloatNode", "BooleanNode", "PathNode"),
+    *_strings("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint"),
+    *_strings("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint"),
+    *_strings("lightning.fabric.wrappers", "_FabricOptimizer"),
+    *_strings("transformers.trainer_utils", "IntervalStrategy", "SchedulerType", "HubStrategy"),
+)
+DICTS = (
+    *_strings("lightning.fabric.utilities.data", "AttributeDict"),
+    *_strings("lightning_fabric.utilities.data", "AttributeDict"),
+    *_strings("pytorch_lightning.utilities.parsing", "AttributeDict"),
+    *_strings("lightning.pytorch.utilities.parsing", "AttributeDict"),
+    *_strings("collections", "defaultdict"),
+)
+_RECORDS: dict[str, type[Record]] = {
+    name: type(name.rpartition(".")[2], (Record,), {"name": name, "__module__": __name__}) for name in RECORDS
+}
+_PLAIN = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, tuple, set, complex)}
+_GLOBALS: dict[str, Any] = {
+    **_RECORDS,
+    **dict.fromkeys(DICTS, PlainDict),
+    **_PLAIN,
+    "builtins.getattr": _member,
+    "__builtin__.getattr": _member,
+}
+
+
+def is_record(value: Any, name: str) -> bool:
+    """Whether ``value`` is what the pickle calls an object of the class ``name`` (without its module)."""
+    return isinstance(value, Record) and value.name.rpartition(".")[2] == name
+
+
+@contextmanager
+def _listed() -> Iterator[None]:
+    with torch.serialization.safe_globals([(kind, name) for name, kind in _GLOBALS.items()]):
+        yield
+
+
+def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as .safetensors") -> Any:
+    """What is in a file of ``torch.save``; its tensors stay in the file (mapped) until they are used.
+
+    Raises ``BadSource`` where it names anything outside the list (nothing of it has run then), ``InvalidModel`` where
+    it is empty, truncated or no such file.
+    """
+    if not path.is_file():
+        raise BadSource(f"{path} does not exist; check --weights")
+    if path.stat().st_size == 0:
+        raise InvalidModel(f"{path} is empty; save the weights again")
+    try:
+        with warnings.catch_warnings(), _listed():
+            warnings.simplefilter("ignore")  # what torch warns of here is refused below
+            # Files older than the zip format can't be mapped.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        _refuse(path, error, fix)
+    except Exception as error:  # torch raises nearly anything on bytes that are not its own
+        raise InvalidModel(f"{path} is no PyTorch file or is truncated; save the weights again") from error
+
+
+def _refuse(path: Path, error: Exception, fix: str) -> NoReturn:
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    what = f"({named.group(1)}) " if named else ""
+    raise BadSource(
+        f"{path} holds more than weights {what}or is no PyTorch file, and is not unpickled; {fix}"
+    ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds nothing but the listed names, torch's dtypes and its Size."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _GLOBALS:
+            return _GLOBALS[full]
+        if full == "collections.OrderedDict":
+            return collections.OrderedDict
+        if full == "torch.Size":
+            return torch.Size
+        if full == "torch.serialization._get_layout":
+            return str  # a layout by name: nobody asks for it
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError(f"Unsupported persistent id {pid!r}")
+
+
+def read_pickle(path: Path) -> Any:
+    """What is in a bare pickle, classes as records. Raises as ``read_torch``."""
+    try:
+        with path.open("rb") as file:
+            return _Unpickler(file).load()
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" not in str(error):
+            raise InvalidModel(f"{path} is no pickle or is truncated; save the checkpoint again") from error
+        _refuse(path, error, "it was not written by torch.distributed.checkpoint alone")
+    except OSError as error:
+        raise BadSource(f"{path} can't be read ({error.strerror}); check --weights") from error
+    except Exception as error:  # a pickle machine raises nearly anything on bytes that are none
+        raise InvalidModel(f"{path} is no pickle or is truncated; save the checkpoint again") from error

@@ -1,0 +1,77 @@
+"""Records the DeepSpeed checkpoints under ``checkpoints/deepspeed`` with the real library. Not run by the suite.
+
+    DS_ACCELERATOR=cpu python tests/accel/record_deepspeed.py            (needs deepspeed 0.19.8 and torch, no GPU)
+
+Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks, saves it, and writes beside it what
+DeepSpeed's own ``zero_to_fp32`` makes of it (``expected.safetensors``), which the reader must equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+OUT = HERE / "checkpoints" / "deepspeed"
+
+# ZeRO stage and precision of the parameters.
+CASES = {"zero1_bf16": (1, "bf16"), "zero2_fp32": (2, "fp32"), "zero3_bf16": (3, "bf16"), "zero0_fp32": (0, "fp32")}
+
+
+def train(rank: int, case: str, port: int) -> None:
+    """One rank of one case."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    sys.path.insert(0, str(HERE))
+    import deepspeed
+    import torch
+    from checkpoint_net import Net
+
+    stage, precision = CASES[case]
+    torch.manual_seed(stage)
+    net = Net()
+    net.frozen.requires_grad_(False)
+    weights = [p for n, p in net.named_parameters() if p.requires_grad and p.ndim > 1]
+    biases = [p for n, p in net.named_parameters() if p.requires_grad and p.ndim <= 1]
+    kind = torch.optim.SGD if stage == 1 else torch.optim.Adam
+    optimizer = kind([{"params": weights}, {"params": biases, "lr": 0.05}], lr=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        precision: {"enabled": precision != "fp32"},
+    }
+    config.pop("fp32", None)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    for step in range(2):
+        torch.manual_seed(10 * step + rank)
+        ids = torch.randint(0, 11, (4, 3))
+        loss = engine(ids).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(str(OUT / case), tag="global_step2")
+
+
+def main() -> None:
+    """Record every case."""
+    import torch.multiprocessing
+    from safetensors.torch import save_file
+
+    for port, case in enumerate(CASES, 29611):
+        folder = OUT / case
+        shutil.rmtree(folder, ignore_errors=True)
+        torch.multiprocessing.spawn(train, args=(case, port), nprocs=2)
+        for script in folder.glob("*.py"):  # DeepSpeed leaves copies of its own converters
+            script.unlink()
+        if CASES[case][0]:
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+            state = get_fp32_state_dict_from_zero_checkpoint(str(folder), "global_step2")
+            save_file({k: v.clone().contiguous() for k, v in state.items()}, str(folder / "expected.safetensors"))
+
+
+if __name__ == "__main__":
+    main()

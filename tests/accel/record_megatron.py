@@ -1,0 +1,107 @@
+"""Records the Megatron checkpoints under ``checkpoints/megatron`` with the real library. Not run by the suite.
+
+    python tests/accel/record_megatron.py            (needs megatron-core 0.16.1 and torch, no GPU)
+
+A small GPT (grouped-query attention, SwiGLU, RMSNorm) is made on two tensor-parallel gloo ranks and saved twice: with
+``dist_checkpointing`` (torch_dist), and in the older layout of one folder a rank: megatron-core's ``state_dict``, put
+into a file as the training script does. ``expected.safetensors`` is what the library itself loads on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).parent / "checkpoints" / "megatron"
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 6}
+
+
+def model(ranks: int) -> Any:
+    """This rank's part of the GPT."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # Megatron asks for the device and waits for it even where nothing is on one.
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *_: None
+    parallel_state.initialize_model_parallel(ranks, 1)
+    config = TransformerConfig(
+        **SIZES,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=ranks,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        normalization="RMSNorm",
+        persist_layer_norm=False,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(config, spec, vocab_size=12, max_sequence_length=4, position_embedding_type="rope")
+
+
+def run(rank: int, ranks: int, port: int) -> None:
+    """Two ranks save; one loads what they saved."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    gpt = model(ranks)
+    from megatron.core import dist_checkpointing
+
+    folder = OUT / "torch_dist" / "iter_0000002"
+    if ranks == 1:
+        from safetensors.torch import save_file
+
+        gpt.load_state_dict(
+            dist_checkpointing.load(gpt.sharded_state_dict(), str(folder), strict="log_all"), strict=False
+        )
+        state = {n: t.detach().clone() for n, t in gpt.state_dict().items() if isinstance(t, torch.Tensor)}
+        save_file(state, str(OUT / "expected.safetensors"))
+        return
+    with torch.no_grad():
+        for name, tensor in gpt.named_parameters():
+            if tensor.ndim == 1:  # norms are all ones and the same on every rank: give them something to mix up
+                mark = 0 if "layernorm" in name else rank
+                tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name) + mark)))
+    if rank == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(gpt.sharded_state_dict(), str(folder))
+    legacy = OUT / "legacy" / "iter_0000002" / f"mp_rank_{rank:02d}"
+    legacy.mkdir(parents=True)
+    arguments = argparse.Namespace(
+        **SIZES, tensor_model_parallel_size=2, pipeline_model_parallel_size=1, swiglu=True, padded_vocab_size=12,
+        untie_embeddings_and_output_weights=True, params_dtype=torch.float32,
+    )  # fmt: skip
+    body = {"args": arguments, "checkpoint_version": 3.0, "iteration": 2, "model": gpt.state_dict()}
+    torch.save(body, legacy / "model_optim_rng.pt")
+    torch.distributed.barrier()
+    if rank == 0:  # the metadata remembers where it was written: any other name of that length will do
+        here = str(OUT).encode()
+        metadata = folder / ".metadata"
+        metadata.write_bytes(metadata.read_bytes().replace(here, b"x" * len(here)))
+    for kind in ("legacy", "torch_dist"):
+        (OUT / kind / "latest_checkpointed_iteration.txt").write_text("2")
+
+
+def main() -> None:
+    """Record both layouts."""
+    import torch.multiprocessing
+
+    shutil.rmtree(OUT, ignore_errors=True)
+    torch.multiprocessing.spawn(run, args=(2, 29641), nprocs=2)
+    torch.multiprocessing.spawn(run, args=(1, 29642), nprocs=1)
+
+
+if __name__ == "__main__":
+    main()
