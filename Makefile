@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test proof lint format descriptors clean
+.PHONY: demo test proof gpu lint format descriptors clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -21,6 +21,12 @@ test: $(VENV)/ready
 # Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers: minutes, so a command of its own.
 proof: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m proof
+
+# What only an NVIDIA GPU can show: correctness, compute-sanitizer, then the benchmarks, which write benchmarks/results/.
+# The environment has to have a torch with CUDA: make gpu BIN=path/to/its/bin takes one that is there.
+gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/ready)
+	$(BIN)/python -m pytest -q -m gpu
+	for script in benchmarks/gpu_*.py; do $(BIN)/python $$script || exit 1; done
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -97,15 +97,6 @@ STAGES: tuple[Stage, ...] = (
         packages=("onnx", "onnxsim"),
     ),
     Stage(
-        name="fuse_kernels",
-        function="accel.converters.fuse_kernels:fuse_kernels",
-        config="accel.converters.fuse_kernels:FuseKernelsConfig",
-        takes=("onnx",),
-        gives="onnx",
-        suffix=".onnx",
-        packages=("onnx",),
-    ),
-    Stage(
         name="cast",
         function="accel.converters.cast:cast",
         config="accel.converters.cast:CastConfig",
@@ -123,6 +114,16 @@ STAGES: tuple[Stage, ...] = (
         gives="onnx",
         suffix=".onnx",
         packages=("onnx", "onnxruntime", "nncf"),
+    ),
+    Stage(
+        name="fuse_kernels",
+        version=2,
+        function="accel.converters.fuse_kernels:fuse_kernels",
+        config="accel.converters.fuse_kernels:FuseKernelsConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx",),
     ),
     Stage(
         name="engine_from_onnx",

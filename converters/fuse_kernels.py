@@ -1,4 +1,5 @@
-"""ONNX to ONNX: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``, a body for any runtime."""
+"""ONNX to ONNX: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``, a convolution likewise one
+``accel::FusedConv2d``, each with a body for any runtime."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifac
     """
     import onnx
 
-    from accel.kernels.onnx_patterns import fuse_gemms
+    from accel.kernels.onnx_patterns import fuse_products
 
     model = read_proto(src.path, weights=True)
-    fused = fuse_gemms(model, residual=config.residual)
+    fused = fuse_products(model, residual=config.residual)
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:

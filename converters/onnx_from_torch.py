@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,11 +166,21 @@ def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
             external_data=False,
             optimize=True,
             verbose=False,
+            custom_translation_table=_own_operators(),
         )
     if program is None:
         raise ExportFailed("it gave no program")
     program.save(str(out), external_data=False)
     _finish_graph(src, out, outputs)
+
+
+def _own_operators() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """How accel's own operators are written, where a model can have them: importing their module registers them."""
+    if "accel.kernels.operators" not in sys.modules:
+        return {}
+    from accel.kernels.onnx_export import translation_table
+
+    return translation_table()
 
 
 def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
@@ -182,6 +193,10 @@ def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
     import onnx
 
     model = onnx.load(str(out))
+    if any(node.domain == "accel" for node in model.graph.node):
+        from accel.kernels.onnx_export import add_functions
+
+        add_functions(model)
     wanted = {old: spec.name for old, spec in zip(outputs, src.signature.outputs, strict=True)}
     taken = {name for node in model.graph.node for name in (*node.input, *node.output)} - set(wanted)
     rename = {**{name: f"{name}_inner" for name in wanted.values() if name in taken}, **wanted}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -12,22 +13,35 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel.errors import BuildFailed, UnknownName, UnsupportedHere
+from accel.kernels.units import UNITS, cutlass_includes, units_for
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libaccel_kernels.so"
+RECORD = "library.json"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a")
 Progress = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The library, what it holds, and whether it was there already."""
+    """The library, what it holds, and whether it was there already. ``warnings``: what the GPU's assembler said about
+    speed (registers spilled, wgmma serialized)."""
 
     path: Path
     archs: tuple[str, ...]
     cached: bool
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One file to compile: the command without its output, and what it is called while it runs."""
+
+    name: str
+    command: tuple[str, ...]
 
 
 def find_nvcc() -> str | None:
@@ -39,27 +53,47 @@ def find_nvcc() -> str | None:
 def build(
     archs: Sequence[str],
     *,
+    units: Sequence[str] | None = None,
     jobs: int | None = None,
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
     """The library for these architectures (``sm_90a``), from the cache where the same sources were compiled before.
 
-    ``jobs``: how many files at a time (default: the cores). Raises ``UnknownName`` for another architecture,
-    ``UnsupportedHere`` without nvcc, ``BuildFailed`` with the compiler's first error.
+    ``units``: only these of the CUTLASS units (default: all that the architectures have; ``()``: none, which needs no
+    CUTLASS). ``jobs``: how many files at a time (default: the cores; one takes up to 3 GB). Raises ``UnknownName`` for
+    another architecture or unit, ``UnsupportedHere`` without nvcc, ``MissingExtra`` without the headers of CUTLASS,
+    ``BuildFailed`` with the compiler's first error.
     """
     for arch in archs:
         if arch not in ARCHS:
             raise UnknownName(f"unknown architecture {arch!r}; there are {', '.join(ARCHS)}")
+    for name in units or ():
+        if name not in (known := [unit.name for unit in UNITS]):
+            raise UnknownName(f"unknown unit {name!r}; there are {', '.join(known)}")
     nvcc = find_nvcc()
     if nvcc is None:
         raise UnsupportedHere("nvcc is not installed here; install the CUDA toolkit or put nvcc on PATH")
     wanted = tuple(sorted(set(archs)))
-    flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-lineinfo"]
-    for arch in wanted:
-        # The long form: -arch=sm_90a also compiles for plain sm_90 with some versions of nvcc.
-        flags.append(f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}")
-    return _compile([nvcc], flags, ["-shared", "-cudart=static"], wanted, jobs, cache, progress)
+    flags = [nvcc, "-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xptxas", "-warn-spills"]
+    jobs_found = [
+        _Job(name=unit.name, command=(*flags, *unit.flags, *_includes(), *_codes(own), str(SOURCES / unit.source)))
+        for unit, own in units_for(wanted)
+        if units is None or unit.name in units
+    ]  # the long ones first
+    jobs_found += [
+        _Job(name=s.stem, command=(*flags, "-lineinfo", *_codes(wanted), str(s))) for s in sorted(SOURCES.glob("*.cu"))
+    ]
+    return _compile(jobs_found, [nvcc, "-shared", "-cudart=static"], wanted, jobs, cache, progress)
+
+
+def _codes(archs: Sequence[str]) -> list[str]:
+    # The long form: -arch=sm_90a also compiles for plain sm_90 with some versions of nvcc.
+    return [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in archs]
+
+
+def _includes() -> list[str]:
+    return [f"-I{folder}" for folder in cutlass_includes()]
 
 
 def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
@@ -67,60 +101,123 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
     compiler = shutil.which("g++")
     if compiler is None:
         raise UnsupportedHere("g++ is not installed here; install it to run the kernels on the host")
-    flags = ["-x", "c++", "-std=c++20", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    flags = [
+        compiler,
+        "-x",
+        "c++",
+        "-std=c++20",
+        "-O1",
+        "-g",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+    ]
     flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    link = ["-shared", "-pthread", f"-fsanitize={sanitize}"]
-    return _compile([compiler], flags, link, ("host",), None, cache, lambda _message, _fraction: None)
+    link = [compiler, "-shared", "-pthread", f"-fsanitize={sanitize}"]
+    jobs = [_Job(name=source.stem, command=(*flags, str(source))) for source in sorted(SOURCES.glob("*.cu"))]
+    return _compile(jobs, link, ("host",), None, cache, lambda _message, _fraction: None)
+
+
+def find_library(cache: Path | None = None) -> Path | None:
+    """The library to run: ``$ACCEL_KERNEL_LIBRARY``, else the newest that was built from the sources that are here."""
+    given = os.environ.get("ACCEL_KERNEL_LIBRARY")
+    if given:
+        return Path(given)
+    digest = sources_digest()
+    found = []
+    for record in (cache or _cache_folder()).glob(f"*/{RECORD}"):
+        body = _record(record)
+        if body.get("sources") == digest and "host" not in body.get("archs", ["host"]):
+            found.append((record.stat().st_mtime, record.with_name(LIBRARY)))
+    return max(found)[1] if found else None
+
+
+def sources_digest() -> str:
+    """sha256 over every file under ``csrc``."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def _compile(
-    compiler: list[str],
-    flags: list[str],
+    compiled: Sequence[_Job],
     link: list[str],
     archs: tuple[str, ...],
     jobs: int | None,
     cache: Path | None,
     progress: Progress,
 ) -> Built:
-    sources = sorted(SOURCES.glob("*.cu"))
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256("\0".join([version, *flags, *link]).encode())
-    for file in sorted(SOURCES.iterdir()):
-        key.update(file.name.encode() + b"\0" + file.read_bytes())
-    library = (cache or _cache_folder()) / key.hexdigest()[:32] / LIBRARY
+    version = subprocess.run([link[0], "--version"], capture_output=True, text=True, check=True).stdout
+    digest = sources_digest()
+    commands = [" ".join(job.command).replace(str(SOURCES), "") for job in compiled]
+    key = hashlib.sha256("\0".join([version, digest, *commands, *link]).encode()).hexdigest()
+    library = (cache or _cache_folder()) / key[:32] / LIBRARY
     if library.is_file():
-        return Built(path=library, archs=archs, cached=True)
+        warnings = tuple(map(str, _record(library.with_name(RECORD)).get("warnings", ())))
+        return Built(path=library, archs=archs, cached=True, warnings=warnings)
     scratch = library.parent.with_name(f".{library.parent.name}.{uuid.uuid4().hex[:8]}")
     scratch.mkdir(parents=True)
     try:
-        objects = [scratch / f"{source.stem}.o" for source in sources]
-        with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-            running = {
-                pool.submit(_run, [*compiler, *flags, "-c", str(source), "-o", str(target)]): source.name
-                for source, target in zip(sources, objects, strict=True)
-            }
-            progress(f"compiling {len(sources)} files", 0.0)
-            for done, future in enumerate(as_completed(running), 1):
-                future.result()
-                progress(f"compiled {running[future]}", done / (len(sources) + 1))
-        _run([*compiler, *link, *map(str, objects), "-o", str(scratch / LIBRARY)])
+        objects = [scratch / f"{job.name}.o" for job in compiled]
+        warnings = _compile_all(compiled, objects, jobs, progress)
+        _run([*link, *map(str, objects), "-o", str(scratch / LIBRARY)])
         for target in objects:
             target.unlink()
+        body = {"sources": digest, "archs": archs, "compiler": version.strip().splitlines()[-1], "warnings": warnings}
+        (scratch / RECORD).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         if library.parent.exists():  # somebody else was faster: same sources, same library
-            return Built(path=library, archs=archs, cached=True)
+            return Built(path=library, archs=archs, cached=True, warnings=warnings)
         scratch.rename(library.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     progress("linked", 1.0)
-    return Built(path=library, archs=archs, cached=False)
+    return Built(path=library, archs=archs, cached=False, warnings=warnings)
 
 
-def _run(command: list[str]) -> None:
+def _compile_all(
+    compiled: Sequence[_Job], objects: Sequence[Path], jobs: int | None, progress: Progress
+) -> tuple[str, ...]:
+    warnings: list[str] = []
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        running = {
+            pool.submit(_run, [*job.command, "-c", "-o", str(target)]): job.name
+            for job, target in zip(compiled, objects, strict=True)
+        }
+        progress(f"compiling {len(compiled)} files", 0.0)
+        try:
+            for done, future in enumerate(as_completed(running), 1):
+                name = running[future]
+                warnings += [f"{name}: {line}" for line in slow_code(future.result())]
+                progress(f"compiled {name}", done / (len(compiled) + 1))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # minutes of work that nobody needs any more
+            raise
+    return tuple(sorted(warnings))
+
+
+def slow_code(said: str) -> list[str]:
+    """The lines of ptxas that name what costs speed: spilled registers, serialized wgmma."""
+    return [line.strip() for line in said.splitlines() if re.search(r"spilled|C7510", line)]
+
+
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if re.search(r"error|fatal", line)]
         first = lines[0] if lines else f"exit code {done.returncode}"
         raise BuildFailed(f"{Path(command[0]).name} failed: {first[:300]}; run it by hand: {' '.join(command)}")
+    return done.stderr + done.stdout
 
 
 def _cache_folder() -> Path:

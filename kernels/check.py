@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from accel.errors import AccelError
-from accel.kernels import interpret
-from accel.kernels.build import build, find_nvcc
+from accel.kernels import interpret, sass
+from accel.kernels.build import build, find_library, find_nvcc
 from accel.kernels.configs import ARCHS, get, shipped
 from accel.kernels.cross import compile_config
 from accel.kernels.dispatch import family
 from accel.kernels.native import Library
+from accel.kernels.units import NATIVE
 
 Progress = Callable[[str, float | None], None]
 
@@ -43,6 +44,7 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
         yield _interpreter()
         yield from _compiled(every, progress)
     yield _hand_written(progress)
+    yield _tensor_cores(progress)
     if not torch.cuda.is_available():
         yield Proof(what="correctness and speed on a GPU", passed=None, detail="no NVIDIA GPU here: not run")
         return
@@ -56,11 +58,33 @@ def _hand_written(progress: Progress) -> Proof:
     if find_nvcc() is None:
         return Proof(what=what, passed=None, detail="no nvcc here: put nvcc on PATH")
     try:
-        built = build(["sm_80", "sm_90a"], progress=progress)
+        built = build(["sm_80", "sm_90a"], units=(), progress=progress)
         Library(built.path)
     except AccelError as error:
         return Proof(what=what, passed=False, detail=str(error))
     return Proof(what=what, passed=True, detail=f"{', '.join(built.archs)}, the library loads and its interface fits")
+
+
+def _tensor_cores(progress: Progress) -> Proof:
+    what = "tensor-core GEMMs (CUTLASS)"
+    path = find_library()
+    if path is None:
+        missing = "no library of these sources here; run accel kernels build --arch sm_90a (minutes)"
+        return Proof(what=what, passed=None, detail=missing)
+    progress("reading the library", None)
+    try:
+        gemms = Library(path).gemms
+        kernels = {name: used for (_, name), used in sass.products(path).items() if "cutlass" in name}
+    except AccelError as error:
+        return Proof(what=what, passed=False, detail=str(error))
+    if unknown := sorted(set(gemms) - set(NATIVE)):
+        return Proof(what=what, passed=False, detail=f"{path} holds {unknown[0]}, which accel kernels list doesn't")
+    if bare := [name for name, used in kernels.items() if not used]:
+        return Proof(
+            what=what, passed=False, detail=f"{len(bare)} of {len(kernels)} kernels without a tensor-core product"
+        )
+    words = ", ".join(sorted(set().union(*kernels.values()))) or "none"
+    return Proof(what=what, passed=True, detail=f"{len(gemms)} configurations, {len(kernels)} kernels, {words}")
 
 
 def _interpreter() -> Proof:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accel.kernels.spec import BYTES
+from accel.kernels.units import NATIVE
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 # The shared memory a block can have, bytes (CUDA C++ Programming Guide, table of compute capabilities).
@@ -76,8 +77,17 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
                     yield config, dtype, arch
 
 
+# The kernels written by hand in csrc: name, what they take, what they do.
+HAND_WRITTEN = (
+    ("gemv", "gemm", ("fp32", "fp16", "bf16"), [16, 1, 0]),
+    ("quantize_rowwise", "quantize_rowwise", ("int8", "fp8_e4m3"), [1, 0, 0]),
+    ("im2col", "conv2d", ("fp32", "fp16", "bf16", "int8", "fp8_e4m3"), [0, 0, 0]),
+)
+
+
 def rows() -> list[dict[str, Any]]:
-    """What ``accel kernels list`` shows: one row a configuration, with its dtypes and architectures."""
+    """What ``accel kernels list`` shows: one row a configuration, with its dtypes and architectures. ``tile``: M and N
+    in elements, K in bytes (0: not tiled)."""
     found = []
     for config in CONFIGS:
         row = asdict(config)
@@ -86,4 +96,21 @@ def rows() -> list[dict[str, Any]]:
         row["archs"] = [f"sm_{arch}" for arch in config.archs]
         row["dtypes"] = list(config.dtypes)
         found.append(row)
+    for native in NATIVE.values():
+        unit = native.unit
+        found.append(
+            {
+                "name": native.name,
+                "op": "gemm",
+                "implementation": "cutlass",
+                "dtypes": [unit.dtype],
+                "out_dtype": unit.out_dtype,
+                "tile": [native.block_m, native.block_n, native.block_k_bytes],
+                "archs": list(unit.family.archs),
+            }
+        )
+    for name, op, dtypes, tile in HAND_WRITTEN:
+        archs = [f"sm_{arch}" for arch in ARCHS]
+        kind = {"implementation": "cuda", "dtypes": list(dtypes), "tile": tile, "archs": archs}
+        found.append({"name": name, "op": op, **kind})
     return found

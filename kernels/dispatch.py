@@ -1,34 +1,45 @@
 """Which implementation a problem gets, and why.
 
-Compute capability and layout decide, then the size; what no kernel takes is computed by the reference, in the same
-dtype semantics. The dtype of a problem is never changed.
+Compute capability and layout say what can run it; of those the tuned one is taken, else one by size; what no kernel
+takes is computed by the reference, in the same dtype semantics. The dtype of a problem is never changed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 
-from accel.kernels import reference
-from accel.kernels.configs import ARCHS, FIRST_FP8, TMA_ARCHS, Config, get
+from accel.kernels import reference, tuned
+from accel.kernels.configs import ARCHS, CONFIGS, FIRST_FP8, TMA_ARCHS, Config, get
 from accel.kernels.reference import TORCH_DTYPES
 from accel.kernels.spec import BYTES, ConvSpec, GemmSpec
+from accel.kernels.units import NATIVE, NativeConfig
 
 SMALL_M = 16
+# A tile is large enough where this many of them fill the chip: the multiprocessors of the smallest data-centre GPU.
+ENOUGH_TILES = 108
+AnyConfig = Config | NativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """An implementation, its configuration (None: the reference) and the reason it was taken."""
 
-    config: Config | None
+    config: AnyConfig | None
     reason: str
 
     def __str__(self) -> str:
-        name = "reference" if self.config is None else f"triton {self.config.name}"
-        return f"{name}: {self.reason}"
+        if self.config is None:
+            return f"reference: {self.reason}"
+        kind = "cutlass" if isinstance(self.config, NativeConfig) else "triton"
+        return f"{kind} {self.config.name}: {self.reason}"
 
 
 def family(capability: tuple[int, int]) -> int | None:
@@ -38,64 +49,135 @@ def family(capability: tuple[int, int]) -> int | None:
     return fitting[-1] if fitting else None
 
 
+def candidates(
+    spec: GemmSpec | ConvSpec,
+    capability: tuple[int, int],
+    *,
+    tma_layout: bool = False,
+    triton_installed: bool = True,
+    native: Collection[str] = (),
+) -> list[AnyConfig]:
+    """Every configuration that computes ``spec`` on this compute capability; the arguments are those of ``choose``."""
+    arch = family(capability)
+    if arch is None:
+        return []
+    op = "conv2d" if isinstance(spec, ConvSpec) else "gemm"
+    found: list[AnyConfig] = []
+    if triton_installed:
+        found += [c for c in CONFIGS if c.op == op and c.supports(spec.in_dtype, arch)]
+    if isinstance(spec, ConvSpec):
+        return found
+    dense = tma_layout and spec.k * BYTES[spec.in_dtype] % 16 == 0
+    found = [c for c in found if dense or not isinstance(c, Config) or c.kernel != "gemm_tma"]
+    if dense and spec.n * BYTES[spec.epilogue.out_dtype] % 16 == 0:
+        here = (NATIVE[name] for name in sorted(native) if name in NATIVE)
+        pair = (spec.in_dtype, spec.epilogue.out_dtype)
+        found += [c for c in here if (c.unit.dtype, c.unit.out_dtype) == pair and c.runs_on(capability)]
+    return found
+
+
 def choose(
     spec: GemmSpec | ConvSpec,
     capability: tuple[int, int] | None,
     *,
     tma_layout: bool = False,
     triton_installed: bool = True,
+    native: Collection[str] = (),
+    tuned_name: str | None = None,
 ) -> Choice:
     """The implementation of ``spec`` on a device of this compute capability (None: the CPU).
 
     ``tma_layout``: ``a`` is (M, K) and ``b`` (N, K) transposed, both dense, both at addresses of a multiple of 16.
+    ``native``: the GEMMs of the compiled library. ``tuned_name``: what the tuner found for this problem.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
-    if not triton_installed:
-        return Choice(config=None, reason='Triton is not installed; run: pip install "accel-toolchain[kernels]"')
     arch = family(capability)
     if arch is None:
         return Choice(config=None, reason=f"compute capability {capability[0]}.{capability[1]} is below 8.0")
     if spec.in_dtype == "fp8_e4m3" and arch < FIRST_FP8:
         return Choice(config=None, reason=f"sm_{arch} has no fp8 products; they begin with sm_89")
+    usable = candidates(spec, capability, tma_layout=tma_layout, triton_installed=triton_installed, native=native)
+    by_name = {config.name: config for config in usable}
+    if tuned_name in by_name:
+        return Choice(config=by_name[tuned_name], reason="the fastest that accel kernels tune found for this problem")
+    compiled = [config for config in usable if isinstance(config, NativeConfig)]
+    if not triton_installed and not compiled:
+        return Choice(config=None, reason='Triton is not installed; run: pip install "accel-toolchain[kernels]"')
     if isinstance(spec, ConvSpec):
         large = spec.gemm.m >= 4096 and spec.gemm.n >= 64 and spec.in_dtype != "fp32"
         name = "conv2d_128x64" if large else "conv2d_64x64"
         return Choice(config=get(name), reason=f"{spec.gemm.m} output pixels x {spec.c_out} channels on sm_{arch}")
+    if compiled and (spec.m > SMALL_M or not triton_installed):
+        return _by_tiles(spec, compiled)
     if spec.in_dtype == "fp32":
         return Choice(config=get("gemm_64x64"), reason="fp32 products run on the plain cores, never as tf32")
     if spec.m <= SMALL_M:
         return Choice(config=get("gemm_16x64_split"), reason=f"M = {spec.m} <= {SMALL_M}: K is split over the chip")
     if min(spec.m, spec.n) < 128:
         return Choice(config=get("gemm_64x64"), reason="M or N is below 128")
-    if arch in TMA_ARCHS and tma_layout and spec.k * BYTES[spec.in_dtype] % 16 == 0:
+    if "gemm_tma_128x128" in by_name and arch in TMA_ARCHS:
         return Choice(config=get("gemm_tma_128x128"), reason=f"sm_{arch}, dense operands with rows of 16 bytes")
     return Choice(config=get("gemm_128x128"), reason=f"sm_{arch}, M and N of at least 128")
 
 
-def why(spec: GemmSpec | ConvSpec, capability: tuple[int, int] | None, *, tma_layout: bool = False) -> str:
-    """One sentence: what would run and why."""
-    return str(choose(spec, capability, tma_layout=tma_layout, triton_installed=_has_triton()))
+def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
+    """The largest tile of which there are enough, in the family made for this GPU; else the smallest that is there."""
+    newest = max(config.unit.family.least for config in compiled)
+    own = [config for config in compiled if config.unit.family.least == newest]
+
+    def tiles(config: NativeConfig) -> int:
+        return -(-spec.m // config.block_m) * -(-spec.n // config.block_n)
+
+    by_size = sorted(own, key=lambda config: (config.block_m * config.block_n, config.name))
+    # A tile taller than M computes rows that nobody wants.
+    fitting = [config for config in by_size if config.block_m < 2 * spec.m] or by_size[:1]
+    enough = [config for config in fitting if tiles(config) >= ENOUGH_TILES]
+    chosen = enough[-1] if enough else fitting[0]
+    return Choice(config=chosen, reason=f"{tiles(chosen)} tiles of {chosen.block_m}x{chosen.block_n}, not tuned")
+
+
+def why(
+    spec: GemmSpec | ConvSpec,
+    capability: tuple[int, int] | None,
+    *,
+    tma_layout: bool = False,
+    native: Collection[str] | None = None,
+) -> str:
+    """One sentence: what would run and why. ``native``: the GEMMs of the library (None: of the one that is built)."""
+    names = native_names() if native is None else native
+    return str(choose(spec, capability, tma_layout=tma_layout, triton_installed=has_triton(), native=names))
 
 
 def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
     """``spec`` by the chosen implementation."""
-    config = _choose_for(spec, a, b).config
+    config = choose_for(spec, a, b).config
     if config is None:
         wide = reference.gemm_torch(spec, a, b, operands, compute=torch.float32)
         return wide.to(TORCH_DTYPES[spec.epilogue.out_dtype])
+    with torch.cuda.device(a.device):
+        return run_config(spec, a, b, operands, config)
+
+
+def run_config(
+    spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], config: AnyConfig
+) -> torch.Tensor:
+    """``spec`` by one configuration, on the current GPU."""
+    if isinstance(config, NativeConfig):
+        from accel.kernels import native_launch
+
+        return native_launch.run_gemm(spec, a, b, operands, config)
     from accel.kernels import triton_kernels, triton_launch
 
-    with torch.cuda.device(a.device):
-        return triton_launch.run_gemm(spec, a, b, operands, config, triton_kernels)
+    return triton_launch.run_gemm(spec, a, b, operands, config, triton_kernels)
 
 
 def run_conv2d(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """``spec`` by the chosen implementation."""
-    config = _choose_for(spec, x, weight).config
-    if config is None:
+    config = choose_for(spec, x, weight).config
+    if not isinstance(config, Config):
         wide = reference.conv2d_torch(spec, x, weight, operands, compute=torch.float32)
         return wide.to(TORCH_DTYPES[spec.epilogue.out_dtype]).contiguous()
     from accel.kernels import triton_kernels, triton_launch
@@ -107,7 +189,7 @@ def run_conv2d(
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Row-wise quantization: Triton on a GPU that has the dtype, else the reference."""
     arch = family(torch.cuda.get_device_capability(x.device)) if x.is_cuda else None
-    if arch is None or not _has_triton() or (dtype == "fp8_e4m3" and arch < FIRST_FP8):
+    if arch is None or not has_triton() or (dtype == "fp8_e4m3" and arch < FIRST_FP8):
         return reference.quantize_rowwise_torch(x, dtype)
     from accel.kernels import triton_kernels, triton_launch
 
@@ -115,12 +197,60 @@ def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
         return triton_launch.run_quantize(x, dtype, triton_kernels)
 
 
-def _choose_for(spec: GemmSpec | ConvSpec, a: torch.Tensor, b: torch.Tensor) -> Choice:
-    capability = torch.cuda.get_device_capability(a.device) if a.is_cuda else None
+def choose_for(spec: GemmSpec | ConvSpec, a: torch.Tensor, b: torch.Tensor) -> Choice:
+    if not a.is_cuda:
+        return choose(spec, None)
+    return choose(
+        spec,
+        torch.cuda.get_device_capability(a.device),
+        tma_layout=is_tma_layout(a, b),
+        triton_installed=has_triton(),
+        native=native_names(),
+        tuned_name=_tuned_name(spec, a.device),
+    )
+
+
+def is_tma_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``a`` (M, K) and ``b`` (K, N) lie as TMA wants them: see ``choose``."""
     dense = a.is_contiguous() and b.dim() == 2 and b.t().is_contiguous()
-    aligned = dense and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
-    return choose(spec, capability, tma_layout=aligned, triton_installed=_has_triton())
+    return dense and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
 
 
-def _has_triton() -> bool:
+@cache
+def device_of(index: int) -> tuned.Device:
+    """This GPU, its driver and the kernels that are here: what a measurement holds for."""
+    from accel.kernels.build import sources_digest
+
+    digest = hashlib.sha256(sources_digest().encode())
+    for module in ("triton_kernels", "triton_launch", "configs"):
+        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+    versions = [importlib.metadata.version("triton") if has_triton() else "", *sorted(native_names())]
+    digest.update(" ".join(versions).encode())
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)
+    return tuned.Device(
+        gpu=torch.cuda.get_device_name(index),
+        capability=torch.cuda.get_device_capability(index),
+        driver=int(driver()),
+        library=digest.hexdigest()[:16],
+    )
+
+
+def _tuned_name(spec: GemmSpec | ConvSpec, device: torch.device) -> str | None:
+    if not tuned.default_path().is_file():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    entry = tuned.lookup(tuned.key_of(spec, device_of(index)))
+    return entry.config if entry else None
+
+
+def native_names() -> frozenset[str]:
+    """The GEMMs of the compiled library, none where there is none."""
+    from accel.kernels import native_launch
+
+    return native_launch.gemm_names()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

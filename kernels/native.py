@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any, ClassVar
 
 from accel.errors import BadFeeds, BuildFailed, UnsupportedHere
 
-ABI = 1
-DTYPES = {"fp32": 0, "fp16": 1, "bf16": 2}
+ABI = 2
+DTYPES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "fp8_e4m3": 4}
 ACTS = {"none": 0, "relu": 1, "gelu_tanh": 2, "gelu_erf": 3, "silu": 4}
-BAD_CALLS = (1, 2, 3, 4)
-NO_DEVICE = 5
+BAD_CALLS = (1, 2, 3, 4, 7, 8, 10)
+NOT_HERE = (5, 9)
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
-    "accel_quantize_rowwise": [_POINTER, _INT, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER],
+    "accel_quantize_rowwise": [_POINTER, _INT, _POINTER, _INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER],
     "accel_gemv": [*[_POINTER] * 7, _INT, _INT, _SIZE, _SIZE, _SIZE, _POINTER],
+    "accel_gemm_workspace": [_INT, _POINTER, ctypes.POINTER(_SIZE)],
+    "accel_gemm": [_INT, _POINTER],
+    "accel_gemm_config_name": [_INT],
     "accel_im2col": [_POINTER, _POINTER, _INT, _SIZE, _SIZE, _SIZE, _SIZE, ctypes.POINTER(ctypes.c_int32), _POINTER],
 }
+
+
+class Problem(ctypes.Structure):
+    """``accel_gemm_problem``: addresses, sizes, dtypes."""
+
+    _fields_: ClassVar[Any] = [
+        *[(name, _POINTER) for name in ("a", "b", "out", "bias", "residual", "row_scale", "col_scale")],
+        *[(name, _SIZE) for name in ("m", "n", "k")],
+        *[(name, ctypes.c_int32) for name in ("dtype", "out_dtype", "act")],
+        ("workspace", _POINTER),
+        ("workspace_bytes", _SIZE),
+        ("stream", _POINTER),
+    ]
 
 
 class Library:
@@ -38,16 +55,31 @@ class Library:
         if version != ABI:
             raise BuildFailed(f"{path} has interface {version}, this accel speaks {ABI}; run accel kernels build again")
         self._library.accel_status_message.restype = ctypes.c_char_p
+        self._library.accel_gemm_config_name.restype = ctypes.c_char_p
+        count = int(self._library.accel_gemm_configs())
+        names = (self._library.accel_gemm_config_name(number).decode() for number in range(count))
+        self.gemms: dict[str, int] = {name: number for number, name in enumerate(names)}
+        """The tensor-core GEMMs in this library by name, and their numbers."""
 
     def message(self, status: int) -> str:
         """What a status means, with the fix."""
         return str(self._library.accel_status_message(status).decode())
 
     def quantize_rowwise(
-        self, x: int, dtype: str, q: int, scales: int, rows: int, columns: int, row_stride: int, stream: int = 0
+        self,
+        x: int,
+        dtype: str,
+        q: int,
+        q_dtype: str,
+        scales: int,
+        rows: int,
+        columns: int,
+        row_stride: int,
+        stream: int = 0,
     ) -> None:
-        """``x`` (rows, columns) to int8 ``q`` and fp32 ``scales``; all are addresses. Raises as ``check`` does."""
-        arguments = (x, DTYPES[dtype], q, scales, rows, columns, row_stride, stream)
+        """``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``; all are addresses.
+        Raises as ``check`` does."""
+        arguments = (x, DTYPES[dtype], q, DTYPES[q_dtype], scales, rows, columns, row_stride, stream)
         self.check(self._library.accel_quantize_rowwise(*arguments))
 
     def gemv(
@@ -71,6 +103,18 @@ class Library:
         operands = (a, b, out, bias, residual, row_scale, col_scale)
         self.check(self._library.accel_gemv(*operands, DTYPES[dtype], ACTS[act], m, n, k, stream))
 
+    def gemm_workspace(self, config: str, problem: Problem) -> int:
+        """The bytes of device memory that ``config`` wants for this problem on the current device."""
+        size = _SIZE(0)
+        self.check(
+            self._library.accel_gemm_workspace(self.gemms.get(config, -1), ctypes.byref(problem), ctypes.byref(size))
+        )
+        return size.value
+
+    def gemm(self, config: str, problem: Problem) -> None:
+        """``problem`` by the tensor-core GEMM ``config``. Raises as ``check`` does."""
+        self.check(self._library.accel_gemm(self.gemms.get(config, -1), ctypes.byref(problem)))
+
     def im2col(
         self,
         x: int,
@@ -90,6 +134,6 @@ class Library:
             return
         if status in BAD_CALLS:
             raise BadFeeds(self.message(status))
-        if status == NO_DEVICE:
+        if status in NOT_HERE:
             raise UnsupportedHere(self.message(status))
         raise BuildFailed(self.message(status))

@@ -1,4 +1,5 @@
-"""``accel::FusedGemm`` in ONNX: an operator with a local-function body, so that any runtime runs it.
+"""``accel::FusedGemm`` and ``accel::FusedConv2d`` in ONNX: operators with a local-function body, so that any runtime
+runs them.
 
 A runtime that has the kernel takes it by its name; every other one inlines the body. There is one function an epilogue,
 named after it: ``FusedGemm_nt_bias_gelu_erf_residual_fp32``.
@@ -7,6 +8,7 @@ named after it: ``FusedGemm_nt_bias_gelu_erf_residual_fp32``.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,75 +16,49 @@ import onnx
 from onnx import TensorProto, helper
 
 from accel.errors import UnknownName
+from accel.kernels.reference import QMAX, SMALLEST_SCALE
 from accel.kernels.spec import ACTS
 
 DOMAIN = "accel"
 VERSION = 1
 MIN_OPSET = 13
 MIN_IR = 8  # the first with functions in a model
+PRODUCTS = ("matmul", "gemm_nn", "gemm_nt")
 DTYPES: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
+OPERANDS = {**DTYPES, TensorProto.INT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8_e4m3"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedGemm:
-    """``act(A @ B + bias) + residual``; ``product``: ``matmul`` (A of any rank), ``gemm_nn`` or ``gemm_nt``
-    (matrices, ``nt``: B is (N, K)). ``dtype`` is one of ``DTYPES``, that of every operand."""
+class _Body:
+    """A function under way. Its formal names start with its own name: TensorRT inlines them without renaming."""
 
-    product: str
-    act: str
-    bias: bool
-    residual: bool
-    dtype: int
+    def __init__(self, name: str, dtype: int, opset: int) -> None:
+        self.name, self.dtype, self.opset = name, dtype, opset
+        self.inputs: list[str] = []
+        self.nodes: list[onnx.NodeProto] = []
 
-    def __post_init__(self) -> None:
-        if self.act not in ACTS or self.product not in ("matmul", "gemm_nn", "gemm_nt"):
-            raise UnknownName(f"no FusedGemm for {self.product} and {self.act}; the activations are {', '.join(ACTS)}")
+    def formal(self, name: str) -> str:
+        self.inputs.append(f"accel_{self.name}_{name}")
+        return self.inputs[-1]
 
-    @property
-    def name(self) -> str:
-        parts = [self.product, *(["bias"] if self.bias else []), *([self.act] if self.act != "none" else [])]
-        return "_".join(["FusedGemm", *parts, *(["residual"] if self.residual else []), DTYPES[self.dtype]])
+    def add(self, op: str, operands: list[str], result: str, **attributes: Any) -> str:
+        out = f"accel_{self.name}_{result}"
+        self.nodes.append(helper.make_node(op, operands, [out], **attributes))
+        return out
 
-    def function(self, opset: int) -> onnx.FunctionProto:
-        """The body. Its formal names start with the function's own: TensorRT inlines them without renaming."""
-        prefix = f"accel_{self.name}_"
-        inputs = [prefix + "a", prefix + "b"]
-        nodes: list[onnx.NodeProto] = []
+    def constant(self, value: float, result: str) -> str:
+        return self.add("Constant", [], result, value=helper.make_tensor(result, self.dtype, [], [value]))
 
-        def add(op: str, operands: list[str], result: str, **attributes: Any) -> str:
-            nodes.append(helper.make_node(op, operands, [prefix + result], **attributes))
-            return prefix + result
-
-        def constant(value: float, result: str) -> str:
-            return add("Constant", [], result, value=helper.make_tensor(result, self.dtype, [], [value]))
-
-        if self.bias:
-            inputs.append(prefix + "bias")
-        if self.product == "matmul":
-            x = add("MatMul", inputs[:2], "product")
-            x = add("Add", [x, inputs[2]], "biased") if self.bias else x
-        else:
-            x = add("Gemm", inputs, "product", transB=int(self.product == "gemm_nt"))
-        x = self._act(x, opset, add, constant)
-        if self.residual:
-            inputs.append(prefix + "residual")
-            x = add("Add", [x, inputs[-1]], "summed")
-        opsets = [helper.make_opsetid("", opset)]
-        return helper.make_function(DOMAIN, self.name, inputs, [x], nodes, opsets)
-
-    def _act(self, x: str, opset: int, add: object, constant: object) -> str:
-        assert callable(add)
-        assert callable(constant)
-        if self.act == "relu":
-            return str(add("Relu", [x], "activated"))
-        if self.act == "silu":
-            return str(add("Mul", [x, add("Sigmoid", [x], "sigmoid")], "activated"))
-        if self.act == "none":
+    def activate(self, act: str, x: str) -> str:
+        add, constant = self.add, self.constant
+        if act == "none":
             return x
-        if opset >= 20:
-            how = "tanh" if self.act == "gelu_tanh" else "none"
-            return str(add("Gelu", [x], "activated", approximate=how))
-        if self.act == "gelu_erf":
+        if act == "relu":
+            return add("Relu", [x], "activated")
+        if act == "silu":
+            return add("Mul", [x, add("Sigmoid", [x], "sigmoid")], "activated")
+        if self.opset >= 20:
+            return add("Gelu", [x], "activated", approximate="tanh" if act == "gelu_tanh" else "none")
+        if act == "gelu_erf":
             inner = add("Erf", [add("Mul", [x, constant(math.sqrt(0.5), "sqrt_half")], "scaled")], "inner")
         else:
             cube = add("Mul", [add("Mul", [x, x], "square"), x], "cube")
@@ -90,4 +66,219 @@ class FusedGemm:
             scaled = add("Mul", [cubic, constant(math.sqrt(2 / math.pi), "sqrt_2_pi")], "scaled")
             inner = add("Tanh", [scaled], "inner")
         half = add("Mul", [x, constant(0.5, "half")], "halved")
-        return str(add("Mul", [half, add("Add", [inner, constant(1.0, "one")], "shifted")], "activated"))
+        return add("Mul", [half, add("Add", [inner, constant(1.0, "one")], "shifted")], "activated")
+
+    def finish(self, act: str, residual: bool, x: str) -> onnx.FunctionProto:
+        x = self.activate(act, x)
+        if residual:
+            x = self.add("Add", [x, self.formal("residual")], "summed")
+        return self.returning(x)
+
+    def returning(self, *outputs: str) -> onnx.FunctionProto:
+        opsets = [helper.make_opsetid("", self.opset)]
+        return helper.make_function(DOMAIN, self.name, self.inputs, list(outputs), self.nodes, opsets)
+
+
+def _epilogue(bias: bool, act: str, residual: bool, dtype: int) -> list[str]:
+    return [*["bias"] * bias, *([act] if act != "none" else []), *["residual"] * residual, DTYPES[dtype]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedGemm:
+    """``act(row_scale * col_scale * (A @ B) + bias) + residual``; ``product``: ``matmul`` (A of any rank), ``gemm_nn``
+    or ``gemm_nt`` (matrices, ``nt``: B is (N, K)).
+
+    ``dtype``, one of ``DTYPES``, is that of every operand and of the output; with scales, or with ``operand`` (of A and
+    B) another one, the body computes in fp32 and the scales are fp32. Inputs in the order of ``dtypes``: A, B, bias,
+    row_scale, col_scale, residual, those that there are.
+    """
+
+    product: str
+    act: str
+    bias: bool
+    residual: bool
+    dtype: int
+    row_scale: bool = False
+    col_scale: bool = False
+    operand: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.act not in ACTS or self.product not in PRODUCTS:
+            raise UnknownName(f"no FusedGemm for {self.product} and {self.act}; the activations are {', '.join(ACTS)}")
+        if self.dtype not in DTYPES or self.operand not in (None, *OPERANDS):
+            raise UnknownName(f"no FusedGemm for this dtype; its output is one of {', '.join(DTYPES.values())}")
+
+    @property
+    def wide(self) -> bool:
+        """Whether the body computes in fp32."""
+        return self.row_scale or self.col_scale or self.operand not in (None, self.dtype)
+
+    @property
+    def name(self) -> str:
+        scales = [*["row"] * self.row_scale, *["col"] * self.col_scale]
+        own = [] if self.operand in (None, self.dtype) else [OPERANDS[self.operand or 0]]
+        return "_".join(
+            ["FusedGemm", self.product, *own, *scales, *_epilogue(self.bias, self.act, self.residual, self.dtype)]
+        )
+
+    @property
+    def dtypes(self) -> list[int]:
+        """The dtype of each input."""
+        operand = self.dtype if self.operand is None else self.operand
+        added = TensorProto.FLOAT if self.wide else self.dtype
+        scales = [TensorProto.FLOAT] * (self.row_scale + self.col_scale)
+        return [operand, operand, *[added] * self.bias, *scales, *[self.dtype] * self.residual]
+
+    def function(self, opset: int) -> onnx.FunctionProto:
+        """The body for this opset."""
+        if self.wide:
+            return self._wide(opset)
+        body = _Body(self.name, self.dtype, opset)
+        operands = [body.formal(name) for name in ("a", "b", *["bias"] * self.bias)]
+        if self.product == "matmul":
+            x = body.add("MatMul", operands[:2], "product")
+            x = body.add("Add", [x, operands[2]], "biased") if self.bias else x
+        else:
+            x = body.add("Gemm", operands, "product", transB=int(self.product == "gemm_nt"))
+        return body.finish(self.act, self.residual, x)
+
+    def _wide(self, opset: int) -> onnx.FunctionProto:
+        body = _Body(self.name, TensorProto.FLOAT, opset)
+        names = ["a", "b", *["bias"] * self.bias, *["row"] * self.row_scale, *["col"] * self.col_scale]
+        formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
+        a, b = formal["a"], formal["b"]
+        if self.operand == TensorProto.INT8:  # exact in int32, as the kernels sum it
+            b = body.add("Transpose", [b], "turned", perm=[1, 0]) if self.product == "gemm_nt" else b
+            x = body.add("Cast", [body.add("MatMulInteger", [a, b], "integers")], "product", to=TensorProto.FLOAT)
+        else:
+            a, b = (body.add("Cast", [v], f"wide_{n}", to=TensorProto.FLOAT) for n, v in (("a", a), ("b", b)))
+            b = body.add("Transpose", [b], "turned", perm=[1, 0]) if self.product == "gemm_nt" else b
+            x = body.add("MatMul", [a, b], "product")
+        if self.row_scale:
+            last = body.add("Constant", [], "last", value=helper.make_tensor("last", TensorProto.INT64, [1], [-1]))
+            x = body.add("Mul", [x, body.add("Unsqueeze", [formal["row"], last], "rows")], "by_row")
+        x = body.add("Mul", [x, formal["col"]], "by_col") if self.col_scale else x
+        x = body.add("Add", [x, formal["bias"]], "biased") if self.bias else x
+        x = body.activate(self.act, x)
+        if self.residual:
+            added = body.add("Cast", [formal["residual"]], "wide_residual", to=TensorProto.FLOAT)
+            x = body.add("Add", [x, added], "summed")
+        return body.returning(body.add("Cast", [x], "out", to=self.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeRowwise:
+    """A (M, K) matrix as int8 or float8 e4m3 and the fp32 scale of each row: the arithmetic of
+    ``reference.quantize_rowwise_torch``."""
+
+    source: int
+    dtype: int
+
+    @property
+    def name(self) -> str:
+        return f"QuantizeRowwise_{DTYPES[self.source]}_{OPERANDS[self.dtype]}"
+
+    def function(self, opset: int) -> onnx.FunctionProto:
+        """The body for this opset."""
+        body = _Body(self.name, TensorProto.FLOAT, opset)
+        add, constant = body.add, body.constant
+        x = add("Cast", [body.formal("x")], "wide", to=TensorProto.FLOAT)
+        last = add("Constant", [], "last", value=helper.make_tensor("last", TensorProto.INT64, [1], [-1]))
+        if opset >= 18:
+            top = add("ReduceMax", [add("Abs", [x], "magnitude"), last], "top", keepdims=0)
+        else:
+            top = add("ReduceMax", [add("Abs", [x], "magnitude")], "top", axes=[-1], keepdims=0)
+        largest = constant(QMAX[OPERANDS[self.dtype]], "largest")
+        scale = add("Max", [add("Div", [top, largest], "quotient"), constant(SMALLEST_SCALE, "smallest")], "at_least")
+        zero = add("Equal", [top, constant(0.0, "zero")], "is_zero")
+        scale = add("Where", [zero, constant(1.0, "one"), scale], "finite")
+        # A NaN in the row has to be one in the scale: Max and ReduceMax may drop it.
+        nans = add("ReduceSum", [add("Mul", [x, constant(0.0, "nothing")], "nans"), last], "any_nan", keepdims=0)
+        scale = add("Add", [scale, nans], "scale")
+        ratio = add("Div", [x, add("Unsqueeze", [scale, last], "rows")], "ratio")
+        ratio = add("Clip", [ratio, add("Neg", [largest], "lowest"), largest], "clipped")
+        if self.dtype == TensorProto.INT8:
+            ratio = add("Round", [ratio], "rounded")
+            ratio = add("Where", [add("IsNaN", [ratio], "is_nan"), constant(0.0, "nan_as"), ratio], "numbers")
+        q = add("Cast", [ratio], "q", to=self.dtype)
+        return body.returning(q, scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedConv2d:
+    """``act(conv2d(x, weight) + bias) + residual`` in ONNX's own layout (NCHW, OIHW), one group; ``kernel``,
+    ``stride``, ``padding`` and ``dilation`` are (height, width). One function a geometry: TensorRT's parser gets
+    constants, not attributes of the caller."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    act: str
+    bias: bool
+    residual: bool
+    dtype: int
+
+    def __post_init__(self) -> None:
+        if self.act not in ACTS:
+            raise UnknownName(f"no FusedConv2d for {self.act}; the activations are {', '.join(ACTS)}")
+
+    @property
+    def name(self) -> str:
+        sizes = zip("kspd", (self.kernel, self.stride, self.padding, self.dilation), strict=True)
+        geometry = [f"{letter}{height}x{width}" for letter, (height, width) in sizes]
+        return "_".join(["FusedConv2d", *geometry, *_epilogue(self.bias, self.act, self.residual, self.dtype)])
+
+    def function(self, opset: int) -> onnx.FunctionProto:
+        """The body for this opset."""
+        body = _Body(self.name, self.dtype, opset)
+        operands = [body.formal(name) for name in ("x", "weight", *["bias"] * self.bias)]
+        x = body.add(
+            "Conv",
+            operands,
+            "product",
+            kernel_shape=list(self.kernel),
+            strides=list(self.stride),
+            pads=[*self.padding, *self.padding],
+            dilations=list(self.dilation),
+        )
+        return body.finish(self.act, self.residual, x)
+
+
+def parse(name: str) -> FusedGemm | FusedConv2d | QuantizeRowwise:
+    """The operator of that name. ``UnknownName`` where it is none."""
+    by_name = {text: dtype for dtype, text in DTYPES.items()}
+    operands = {text: dtype for dtype, text in OPERANDS.items()}
+    epilogue = rf"(_bias)?(?:_({'|'.join(ACTS[1:])}))?(_residual)?_({'|'.join(by_name)})"
+    pair = r"(\d+)x(\d+)"
+    gemm = re.fullmatch(rf"FusedGemm_({'|'.join(PRODUCTS)})(?:_({'|'.join(operands)}))?(_row)?(_col)?{epilogue}", name)
+    if gemm is not None:
+        product, operand, row, col, bias, act, residual, dtype = gemm.groups()
+        return FusedGemm(
+            product=product,
+            act=act or "none",
+            bias=bool(bias),
+            residual=bool(residual),
+            dtype=by_name[dtype],
+            row_scale=bool(row),
+            col_scale=bool(col),
+            operand=operands[operand] if operand else None,
+        )
+    conv = re.fullmatch(rf"FusedConv2d_k{pair}_s{pair}_p{pair}_d{pair}{epilogue}", name)
+    if conv is not None:
+        numbers = [int(text) for text in conv.groups()[:8]]
+        bias, act, residual, dtype = conv.groups()[8:]
+        return FusedConv2d(
+            kernel=(numbers[0], numbers[1]),
+            stride=(numbers[2], numbers[3]),
+            padding=(numbers[4], numbers[5]),
+            dilation=(numbers[6], numbers[7]),
+            act=act or "none",
+            bias=bool(bias),
+            residual=bool(residual),
+            dtype=by_name[dtype],
+        )
+    quantize = re.fullmatch(rf"QuantizeRowwise_({'|'.join(by_name)})_(int8|fp8_e4m3)", name)
+    if quantize is None:
+        raise UnknownName(f"{DOMAIN}::{name} is none of accel's operators; give it a function body of its own")
+    return QuantizeRowwise(source=by_name[quantize[1]], dtype=operands[quantize[2]])

@@ -1,10 +1,11 @@
-"""Finding ``act(A @ W + bias) + residual`` in an ONNX graph and putting ``accel::FusedGemm`` in its place."""
+"""Finding ``act(A @ W + bias) + residual`` and the same of a convolution in an ONNX graph, and putting
+``accel::FusedGemm`` and ``accel::FusedConv2d`` in their place."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import onnx
 from onnx import helper, numpy_helper
 
 from accel.errors import UnsupportedHere
-from accel.kernels.onnx_function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedGemm
+from accel.kernels.onnx_function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 
 @dataclass(kw_only=True)
 class _Match:
-    """A chain of nodes under way: what it computes, its operands, the value it ends in, the nodes it takes in."""
+    """A chain of nodes under way: what it computes, its operands, the value it ends in, the nodes it takes in.
+    ``geometry`` is that of a convolution."""
 
     product: str
     operands: list[str]
@@ -26,6 +28,7 @@ class _Match:
     act: str = "none"
     bias: bool = False
     residual: str | None = None
+    geometry: dict[str, Any] = field(default_factory=dict)
 
     def take(self, *nodes: onnx.NodeProto) -> None:
         self.nodes += nodes
@@ -85,7 +88,7 @@ class _Graph:
         return len(shape.shape.dim) if shape is not None and shape.HasField("shape") else None
 
 
-def fuse_gemms(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
+def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
     """Replace every match in ``model``, in place; the function each one became, in graph order.
 
     Raises ``UnsupportedHere`` under opset 13 or IR 8, which have no way to write the function.
@@ -105,17 +108,11 @@ def fuse_gemms(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
             continue
         _grow(match, graph, residual)
         dtype = graph.dtype(match.operands[1])
-        if len(match.nodes) == 1 and match.product == "matmul":
+        if len(match.nodes) == 1 and match.product in ("matmul", "conv"):
             continue  # a bare product gains nothing
         if dtype not in DTYPES:
             continue
-        fused = FusedGemm(
-            product=match.product,
-            act=match.act,
-            bias=match.bias,
-            residual=match.residual is not None,
-            dtype=dtype,
-        )
+        fused = _function(match, dtype)
         functions.setdefault(fused.name, fused.function(opset))
         inputs = [*match.operands, *([match.residual] if match.residual else [])]
         # At the place of the last node of the chain: every operand is computed by then.
@@ -138,9 +135,18 @@ def fuse_gemms(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
     return [n.op_type for n in made if n.domain == DOMAIN]
 
 
+def _function(match: _Match, dtype: int) -> FusedGemm | FusedConv2d:
+    epilogue: dict[str, Any] = {"act": match.act, "bias": match.bias, "residual": match.residual is not None}
+    if match.product == "conv":
+        return FusedConv2d(**match.geometry, **epilogue, dtype=dtype)
+    return FusedGemm(product=match.product, **epilogue, dtype=dtype)
+
+
 def _start(node: onnx.NodeProto, graph: _Graph) -> _Match | None:
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm", "Conv"):
         return None
+    if node.op_type == "Conv":
+        return _start_conv(node, graph)
     weight = graph.constants.get(node.input[1])
     if weight is None or len(weight.dims) != 2:
         return None
@@ -157,6 +163,28 @@ def _start(node: onnx.NodeProto, graph: _Graph) -> _Match | None:
         return None
     product = "gemm_nt" if transposed else "gemm_nn"
     return _Match(product=product, operands=operands, out=node.output[0], nodes=[node], bias=len(operands) == 3)
+
+
+def _start_conv(node: onnx.NodeProto, graph: _Graph) -> _Match | None:
+    """A 2-D convolution of one group with padding alike on both sides: what the kernel computes."""
+    weight = graph.constants.get(node.input[1])
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if weight is None or len(weight.dims) != 4 or attributes.get("group", 1) != 1:
+        return None
+    pads = attributes.get("pads", [0, 0, 0, 0])
+    if attributes.get("auto_pad", b"NOTSET") != b"NOTSET" or pads[:2] != pads[2:] or min(pads) < 0:
+        return None
+    operands = [name for name in node.input if name]
+    if len(operands) == 3 and not _is_bias(operands[2], weight.dims[0], graph):
+        return None
+    geometry = {
+        "kernel": (weight.dims[2], weight.dims[3]),
+        "stride": tuple(attributes.get("strides", [1, 1])),
+        "padding": tuple(pads[:2]),
+        "dilation": tuple(attributes.get("dilations", [1, 1])),
+    }
+    bias = len(operands) == 3
+    return _Match(product="conv", operands=operands, out=node.output[0], nodes=[node], bias=bias, geometry=geometry)
 
 
 def _grow(match: _Match, graph: _Graph, residual: bool) -> None:

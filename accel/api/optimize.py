@@ -104,6 +104,7 @@ def optimize(
     inputs: Inputs | None = None,
     weights: str | Path | None = None,
     dims: Dims | None = None,
+    kernels: bool = False,
     use_cache: bool = True,
 ) -> Optimization:
     """Make the candidates for ``target``, gate each, measure each, and publish the fastest within the budget to the
@@ -116,6 +117,8 @@ def optimize(
     relative loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``:
     optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1).
+    ``kernels``: only candidates whose products are fused into accel's operators; the best of them is taken also where
+    it isn't measurably faster than the source, and a note says so.
 
     Nothing slower than the source is ever chosen: where no candidate is measurably faster, the source itself is. For a
     target that can't run here nothing is measured: then the first of fp16, int8, bf16, fp32 within the budget is taken.
@@ -139,6 +142,7 @@ def optimize(
             threads=threads or available_cores(),
             profiles=tuple(profiles),
             compute_capabilities=tuple(compute_capabilities),
+            kernels=kernels,
         )
         made, left_out = recipes(src, request)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
@@ -162,6 +166,8 @@ def optimize(
             feeds = _bench_feeds(src, calibration, sizes)
             environment = _measure(source, [r for r in runnable if r.status == "passed"], feeds, request, rounds, cache)
             chosen = _fastest(source, runnable)
+            if kernels and chosen is source:
+                chosen = _fused(source, runnable, notes)
             shape = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
             notes.append(f"measured at {shape}, {request.threads} threads")
         else:
@@ -312,6 +318,18 @@ def _fastest(source: CandidateResult, rows: list[CandidateResult]) -> CandidateR
     for row in rows:
         if row.status == "passed" and row is not best and not row.reason:
             row.reason = f"slower than {best.name}"
+    return best
+
+
+def _fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]) -> CandidateResult:
+    """The fastest right candidate although it isn't faster than the source: its operators were asked for."""
+    passed = [row for row in rows if row.status == "passed" and row.measured is not None]
+    best = min(passed, key=lambda row: (row.measured or {})["median_ms"], default=source)
+    if best is source:
+        notes.append("no fused candidate is right: the source itself was taken")
+    else:
+        best.reason = "asked for with --kernels"
+        notes.append("the fused form is not measurably faster than the source here; it was asked for")
     return best
 
 

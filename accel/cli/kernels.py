@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.cli import output_options
-from accel.errors import GateFailed
+from accel.errors import GateFailed, UnknownName
 
 if TYPE_CHECKING:
     from accel.cli import Output
@@ -66,6 +66,51 @@ def build_(archs: tuple[str, ...], jobs: int | None, say: Output) -> None:
     size = built.path.stat().st_size / 1e6
     words = f"{built.path}: {', '.join(built.archs)}, {size:.1f} MB{', from the cache' if built.cached else ''}"
     say.result(body, lambda: words)
+
+
+@command.command("tune")
+@click.option(
+    "--shape", "shapes", multiple=True, metavar="MxNxK", help="A problem, 1x4096x4096; again for more. Default: 30."
+)
+@click.option("--dtype", "dtypes", multiple=True, default=("fp16",), show_default=True, help="Of the operands; again.")
+@click.option("--act", "acts", multiple=True, default=("none",), show_default=True, help="Activation; again for more.")
+@output_options
+def tune_(shapes: tuple[str, ...], dtypes: tuple[str, ...], acts: tuple[str, ...], say: Output) -> None:
+    """Time the kernels on the GPU that is there and remember the fastest right one of each problem."""
+    from accel.kernels.tune import specs, tune_gemm
+    from accel.kernels.tuned import Table
+    from accel.progress import report
+
+    table = Table()
+    problems = specs(dtypes, acts, [_shape(text) for text in shapes])
+    found = []
+    for at, spec in enumerate(problems):
+        report(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}", at / len(problems))
+        found.append(tune_gemm(spec, table))
+    rows = [
+        {
+            "key": tuned.key.text,
+            "config": tuned.entry.config if tuned.entry else None,
+            "microseconds": tuned.entry.microseconds if tuned.entry else None,
+            "timed": dict(tuned.timed),
+            "refused": dict(tuned.refused),
+        }
+        for tuned in found
+    ]
+    human = [
+        [f"{s.m}x{s.n}x{s.k}", s.in_dtype, str(r["config"]), f"{r['microseconds'] or 0:.1f}", str(len(t.refused))]
+        for s, r, t in zip(problems, rows, found, strict=True)
+    ]
+    columns = ("M x N x K", "dtype", "fastest", "microseconds", "refused")
+    say.result({"path": str(table.path), "problems": rows}, lambda: _table(columns, human))
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    try:
+        m, n, k = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise UnknownName(f"{text!r} is no shape; write M, N and K as 16x4096x4096") from None
+    return m, n, k
 
 
 def _plain(value: Any) -> str:

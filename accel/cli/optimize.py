@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     help="Optimization profile of an engine: input_ids=1x8,8x128,64x512. Repeat for each input.",
 )
 @click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
+@click.option("--kernels", is_flag=True, help="Fuse products with what follows them into accel's own operators.")
 @sizes_option
 @click.option("--threads", type=int, default=0, help="Threads to run with; by default all cores.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
@@ -60,6 +61,7 @@ def command(
     max_drop: float,
     profiles: tuple[str, ...],
     compute_capabilities: tuple[str, ...],
+    kernels: bool,
     sizes: str | None,
     threads: int,
     rounds: int,
@@ -86,6 +88,7 @@ def command(
         max_drop=max_drop,
         profiles=profiles,
         compute_capabilities=compute_capabilities,
+        kernels=kernels,
         sizes=read_sizes(sizes),
         threads=threads,
         rounds=rounds,

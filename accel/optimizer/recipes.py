@@ -15,7 +15,14 @@ from accel.target import PRECISIONS, TARGETS, Target
 
 # What each stage may change (rel_l2), before the user's own budget is asked. int8 is wide: the judge decides there, the
 # gate is to find a lost mask or a baked-in batch (unrelated outputs are about 1.4 apart).
-STAGE_LIMITS = {"simplify": 1e-4, "fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "fp16-in-int8": 1e-1, "int8": 1.0}
+STAGE_LIMITS = {
+    "simplify": 1e-4,
+    "fp32": 1e-3,
+    "fp16": 2e-2,
+    "bf16": 1e-1,
+    "fp16-in-int8": 1e-1,
+    "int8": 1.0,
+}
 
 # What a GPU is known to run fastest, most likely first: the order of the candidates where nothing can be measured.
 UNMEASURED_ORDER = ("fp16", "int8", "bf16", "fp32")
@@ -46,7 +53,8 @@ class NotTried:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the candidates are made for. ``samples``: how many of the data's samples calibration may read."""
+    """What the candidates are made for. ``samples``: how many of the data's samples calibration may read. ``kernels``:
+    only candidates whose products are fused into accel's operators."""
 
     targets: tuple[Target, ...]
     precisions: tuple[str, ...] | None
@@ -55,6 +63,7 @@ class Request:
     threads: int
     profiles: tuple[str, ...] = ()
     compute_capabilities: tuple[str, ...] = ()
+    kernels: bool = False
 
 
 def targets_for(name: str) -> tuple[Target, ...]:
@@ -80,7 +89,8 @@ def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
 def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTried]]:
     """The candidates for ``src`` (an ONNX artifact), and those that can't be made, with the reason.
 
-    Raises ``UnsupportedHere`` where a precision that was asked for is none the targets have.
+    Raises ``UnsupportedHere`` where a precision that was asked for is none the targets have, or where kernels were
+    asked for and no candidate can have them.
     """
     made: list[Recipe] = []
     left_out: list[NotTried] = []
@@ -100,6 +110,8 @@ def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTrie
                 left_out.append(NotTried(name=name, reason=reason))
                 continue
             made += _variants(src, target, precision, request)
+    if request.kernels and not made:
+        raise UnsupportedHere("; ".join(f"{item.name}: {item.reason}" for item in left_out))
     return made, left_out
 
 
@@ -113,6 +125,10 @@ def _impossible(src: Artifact, target: Target, precision: str, request: Request)
         return "int8 needs data to calibrate on; pass --data"
     if precision == "bf16" and target.name == "openvino" and not _cpu_has_bf16():
         return "this CPU has no bf16 instructions"
+    if request.kernels and target.kind == "openvino":
+        return "OpenVINO doesn't take accel's fused operators; leave --kernels out"
+    if request.kernels and precision == "int8":
+        return "quantized products have scales between them that --kernels doesn't fuse; leave it out"
     return None
 
 
@@ -140,7 +156,8 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
         if precision == "int8" and _cpu_has_bf16():  # what isn't quantized can still be had in bf16
             forms.append((f"{name}+bf16", in_bf16))
     else:
-        steps = [*head, *_typed(src, target, precision, request), _engine(target, request)]
+        steps = [*head, *_typed(src, target, precision, request), *_fused(src, precision, request)]
+        steps.append(_engine(target, request))
         forms = [(name, options)]
     return [Recipe(name=n, target=target, precision=precision, stages=tuple(steps), options=o) for n, o in forms]
 
@@ -161,9 +178,9 @@ def _onnx_variants(src: Artifact, target: Target, precision: str, request: Reque
 
     name = f"{target.name} {precision}"
     if precision in ("fp16", "bf16"):
-        return [(name, _typed(src, target, precision, request))]
+        return [(name, [*_typed(src, target, precision, request), *_fused(src, precision, request)])]
     if precision != "int8" or src.properties.get("precision") == "int8":
-        return [(name, [])]
+        return [(name, _fused(src, precision, request))]
     found: list[tuple[str, list[Step]]] = []
     if request.data is not None:
         found.append((f"{name} static", _quantized(src, target, precision, request)))
@@ -193,6 +210,15 @@ def _typed(src: Artifact, target: Target, precision: str, request: Request) -> l
     # What fp16 rounds may fall into the next int8 step: beside QDQ a cast changes more than alone.
     limit = STAGE_LIMITS["fp16-in-int8" if steps else base]
     return [*steps, ("cast", CastConfig(precision=base, data=request.data), limit)]
+
+
+def _fused(src: Artifact, precision: str, request: Request) -> list[Step]:
+    """The same operations under another name: what may differ is the order in which an activation rounds."""
+    from accel.converters.fuse_kernels import FuseKernelsConfig
+
+    low = precision in ("fp16", "bf16") or src.properties.get("precision") in ("fp16", "bf16")
+    limit = STAGE_LIMITS[precision if low and precision in STAGE_LIMITS else "simplify"]
+    return [("fuse_kernels", FuseKernelsConfig(), limit)] if request.kernels else []
 
 
 def _openvino(precision: str) -> Step:

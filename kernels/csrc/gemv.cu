@@ -1,15 +1,8 @@
 // Small M: one block a column of the output reads its row of b once and keeps up to 16 sums.
+#include "activate.cuh"
 #include "launch.cuh"
 
 constexpr int kMaxRows = 16;
-
-ACCEL_DEVICE float activate(float x, int act) {
-  if (act == ACCEL_RELU) return fmaxf(x, 0.0f);
-  if (act == ACCEL_SILU) return x / (1.0f + expf(-x));
-  if (act == ACCEL_GELU_ERF) return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-  if (act == ACCEL_GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-  return x;
-}
 
 template <class T>
 __global__ void gemv_kernel(const T* a, const T* b, T* out, const float* bias, const T* residual,

@@ -7,8 +7,12 @@
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 using half_t = __half;
 using bf16_t = __nv_bfloat16;
+struct fp8_t {
+  uint8_t bits;
+};
 #define ACCEL_SHARED __shared__
 #define ACCEL_DEVICE __device__ __forceinline__
 ACCEL_DEVICE float widen(float x) { return x; }
@@ -17,7 +21,11 @@ ACCEL_DEVICE float widen(bf16_t x) { return __bfloat162float(x); }
 ACCEL_DEVICE void narrow(float x, float* out) { *out = x; }
 ACCEL_DEVICE void narrow(float x, half_t* out) { *out = __float2half_rn(x); }
 ACCEL_DEVICE void narrow(float x, bf16_t* out) { *out = __float2bfloat16_rn(x); }
+// float8 e4m3fn, to nearest even, what is larger than 448 saturated, a NaN kept.
+ACCEL_DEVICE fp8_t to_fp8(float x) { return fp8_t{__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)}; }
 ACCEL_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
+// x / (1 + exp(-u)). The exact quotient is a function call, and a call in an epilogue makes ptxas serialize every wgmma.
+ACCEL_DEVICE float times_sigmoid(float x, float u) { return __fdividef(x, 1.0f + __expf(-u)); }
 #else
 #include <barrier>
 #include <cstring>
@@ -29,6 +37,9 @@ ACCEL_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
 using half_t = _Float16;
 struct bf16_t {
   uint16_t bits;
+};
+struct fp8_t {
+  uint8_t bits;
 };
 struct dim3 {
   unsigned x, y, z;
@@ -54,7 +65,21 @@ inline void narrow(float x, bf16_t* out) {
   // Round to nearest even; a NaN stays one.
   out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
+inline fp8_t to_fp8(float x) {
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  const float magnitude = std::fabs(x);
+  if (x != x) return {static_cast<uint8_t>(sign | 0x7f)};
+  if (magnitude >= 448.0f) return {static_cast<uint8_t>(sign | 0x7e)};
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);
+  // Three bits behind the leading one; under 2^-6 the numbers are multiples of 2^-9.
+  exponent = magnitude < 0.015625f ? -6 : exponent - 1;
+  const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+  // A mantissa that rounds up to 16 carries into the exponent by itself.
+  return {static_cast<uint8_t>(sign | (((exponent + 6) << 3) + steps))};
+}
 inline float divide(float x, float y) { return x / y; }
+inline float times_sigmoid(float x, float u) { return x / (1.0f + std::exp(-u)); }
 
 template <class Kernel, class... Arguments>
 void launch_on_host(unsigned blocks, unsigned threads, Kernel kernel, Arguments... arguments) {

@@ -90,9 +90,10 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
         x = (torch.randn(5, 37, generator=torch.Generator().manual_seed(1)) * 50).to(TORCH_DTYPES[dtype])
         x[1], x[2, 7] = 0, float("nan")
         rows[dtype] = x
-        numbers = {"dtype": dtype, "rows": 5, "columns": 37, "row_stride": 37}
-        outs = {"q": np.zeros((5, 37), np.int8), "scales": np.zeros(5, np.float32)}
-        add(calls, f"quantize {dtype}", "quantize_rowwise", list(outs), numbers, x=raw(x), **outs)
+        for q_dtype in ("int8", "fp8_e4m3"):
+            numbers = {"dtype": dtype, "q_dtype": q_dtype, "rows": 5, "columns": 37, "row_stride": 37}
+            outs = {"q": np.zeros((5, 37), np.uint8), "scales": np.zeros(5, np.float32)}
+            add(calls, f"quantize {dtype} {q_dtype}", "quantize_rowwise", list(outs), numbers, x=raw(x), **outs)
     image = torch.randn(2, 7, 6, 5, generator=torch.Generator().manual_seed(2))
     geometry = {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
     patches = torch.nn.functional.unfold(image.permute(0, 3, 1, 2), **geometry)  # channels first, then taps
@@ -107,9 +108,11 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
         exact = reference.gemm_torch(spec, a, b.t(), operands)
         assert bool(((got.double() - exact).abs() <= reference.gemm_bound(spec, a, b.t(), operands)).all()), case
     for dtype, x in rows.items():
-        q, scale = reference.quantize_rowwise_torch(x, "int8")
-        np.testing.assert_array_equal(results[f"quantize {dtype}/q"], q.numpy())
-        np.testing.assert_array_equal(results[f"quantize {dtype}/scales"], scale.numpy())
+        for q_dtype in ("int8", "fp8_e4m3"):
+            q, scale = reference.quantize_rowwise_torch(x, q_dtype)
+            got = torch.from_numpy(results[f"quantize {dtype} {q_dtype}/q"]).view(q.dtype)
+            np.testing.assert_array_equal(got.float().numpy(), q.float().numpy())  # a NaN equals a NaN
+            np.testing.assert_array_equal(results[f"quantize {dtype} {q_dtype}/scales"], scale.numpy())
     np.testing.assert_array_equal(results["im2col/columns"], right.numpy())
 
 
@@ -120,7 +123,7 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
     [
         ("gemv.cu", "i < k; i += kThreads", "i <= k; i += kThreads"),
         ("im2col.cu", "w >= 0 && w < g.width", "w >= 0"),
-        ("quantize_rowwise.cu", "q[row * columns + k] =", "q[row * columns + k + 1] ="),
+        ("quantize_rowwise.cu", "&q[row * columns + k]", "&q[row * columns + k + 1]"),
     ],
 )
 def test_one_element_too_far_is_caught(
@@ -139,7 +142,7 @@ def test_one_element_too_far_is_caught(
     numbers = {"element_size": 4, "shape": (1, 3, 3, 1), "geometry": (3, 3, 1, 1, 1, 1, 1, 1)}
     image = np.zeros((1, 3, 3, 1), np.float32)
     add(calls, "im2col", "im2col", ["columns"], numbers, x=image, columns=np.zeros((9, 9), np.float32))
-    numbers = {"dtype": "fp32", "rows": 2, "columns": 16, "row_stride": 16}
+    numbers = {"dtype": "fp32", "q_dtype": "int8", "rows": 2, "columns": 16, "row_stride": 16}
     outs = {"q": np.zeros((2, 16), np.int8), "scales": np.zeros(2, np.float32)}
     add(calls, "quantize", "quantize_rowwise", list(outs), numbers, x=np.ones((2, 16), np.float32), **outs)
     done, _ = run_on_host(calls, tmp_path)
@@ -150,19 +153,21 @@ def test_one_element_too_far_is_caught(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built by nvcc for one architecture, one file at a time."""
-    return build.build(["sm_90a"], jobs=1, cache=tmp_path_factory.mktemp("kernels")).path
+    return build.build(["sm_90a"], units=(), jobs=1, cache=tmp_path_factory.mktemp("kernels")).path
 
 
 @pytest.mark.proof
 @needs_nvcc
 def test_the_library_loads_without_a_gpu_and_answers_in_codes(library: Path) -> None:
     loaded = Library(library)
-    messages = {loaded.message(status) for status in range(8)}
-    assert len(messages) == 8, "every status has a message of its own"
+    messages = {loaded.message(status) for status in range(12)}
+    assert len(messages) == 12, "every status has a message of its own"
     with pytest.raises(BadFeeds, match="NULL"):
-        loaded.quantize_rowwise(0, "fp16", 0, 0, 1, 1, 1)
+        loaded.quantize_rowwise(0, "fp16", 0, "int8", 0, 1, 1, 1)
     with pytest.raises(BadFeeds, match="sizes start at 1"):
-        loaded.quantize_rowwise(16, "fp16", 16, 16, 0, 1, 1)
+        loaded.quantize_rowwise(16, "fp16", 16, "int8", 16, 0, 1, 1)
+    with pytest.raises(BadFeeds, match="no kernel for this dtype"):
+        loaded.quantize_rowwise(16, "fp16", 16, "fp16", 16, 1, 1, 1)
     with pytest.raises(BadFeeds, match="at most 16 rows"):
         loaded.gemv(16, 16, 16, dtype="fp16", act="none", m=17, n=1, k=1)
     with pytest.raises(BadFeeds, match="no kernel for this dtype"):
@@ -176,13 +181,13 @@ def test_the_library_loads_without_a_gpu_and_answers_in_codes(library: Path) -> 
 @needs_nvcc
 def test_the_cache_follows_the_sources(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cache = library.parent.parent
-    assert build.build(["sm_90a"], cache=cache).cached
+    assert build.build(["sm_90a"], units=(), cache=cache).cached
     changed = tmp_path / "csrc"
     shutil.copytree(build.SOURCES, changed)
     (changed / "status.cu").write_text("this is no C++\n")
     monkeypatch.setattr(build, "SOURCES", changed)
     with pytest.raises(BuildFailed, match=r"nvcc failed: .*error"):
-        build.build(["sm_90a"], jobs=1, cache=cache)
+        build.build(["sm_90a"], units=(), jobs=1, cache=cache)
     assert [folder for folder in cache.iterdir() if folder.name.startswith(".")] == [], "nothing half-built stays"
 
 

@@ -1,4 +1,5 @@
-"""``accel::FusedGemm`` in ONNX: its body is the reference, the patterns are found, the fused model is the same model.
+"""``accel::FusedGemm`` and ``accel::FusedConv2d`` in ONNX: the body is the reference, the patterns are found,
+the fused model is the same model.
 
 These fail where a function body computes something else than the float64 reference, where a pattern is missed, or taken
 although a value in it is used elsewhere or a sum broadcasts, where the checker, ONNX Runtime or TensorRT-RTX refuses
@@ -22,11 +23,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.cache import StageCache
 from accel.converters.fuse_kernels import FuseKernelsConfig
+from accel.converters.kernel_table import parse_layers
 from accel.errors import UnsupportedHere
 from accel.kernels import reference
-from accel.kernels.onnx_function import DOMAIN, FusedGemm
-from accel.kernels.onnx_patterns import fuse_gemms
-from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.kernels.onnx_function import DOMAIN, FusedConv2d, FusedGemm
+from accel.kernels.onnx_patterns import fuse_products
+from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
 from accel.sources.onnx_file import open_onnx
 from accel.stage import run_stage
 
@@ -39,15 +41,23 @@ def constant(name: str, *shape: int, value: float | None = None) -> onnx.TensorP
     return numpy_helper.from_array(array.astype(np.float32), name)
 
 
-def model(text: str, constants: list[onnx.TensorProto], opset: int = 20, ir: int = 10) -> onnx.ModelProto:
-    """``text``: lines ``out = Op(in, in)``; the input is x (batch, 5, 8), the output y."""
+def model(
+    text: str,
+    constants: list[onnx.TensorProto],
+    opset: int = 20,
+    ir: int = 10,
+    shape: tuple[str | int, ...] = ("batch", 5, 8),
+    conv: dict[str, Any] | None = None,
+) -> onnx.ModelProto:
+    """``text``: lines ``out = Op(in, in)``; input x and output y have ``shape``; ``conv``: a Conv's options."""
     nodes = []
     for line in text.strip().splitlines():
         out, call = (part.strip() for part in line.split("="))
         op, inputs = call.rstrip(")").split("(")
-        nodes.append(helper.make_node(op, [i.strip() for i in inputs.split(",")], [out]))
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 5, 8])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 5, 8])
+        options = (conv or {}) if op == "Conv" else {}
+        nodes.append(helper.make_node(op, [i.strip() for i in inputs.split(",")], [out], **options))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)
     graph = helper.make_graph(nodes, "g", [x], [y], constants)
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
     onnx.checker.check_model(made, full_check=True)
@@ -101,13 +111,13 @@ def test_patterns(case: str, opset: int) -> None:
         pytest.skip("Gelu begins with opset 20")
     before = model(text, [*W, *SCALARS], opset)
     after = onnx.ModelProto.FromString(before.SerializeToString())
-    names = [name.removeprefix("FusedGemm_").removesuffix("_fp32") for name in fuse_gemms(after)]
+    names = [name.removeprefix("FusedGemm_").removesuffix("_fp32") for name in fuse_products(after)]
     assert sorted(names) == (wanted if wanted is not None else ["matmul_gelu_erf"])
     onnx.checker.check_model(after, full_check=True)
     x = RANDOM.standard_normal((3, 5, 8)).astype(np.float32)
     right = run(before, x=x)
     np.testing.assert_allclose(run(after, x=x), right, rtol=0, atol=1e-5 * np.abs(right).max())
-    assert fuse_gemms(after) == [], "a second run finds nothing"
+    assert fuse_products(after) == [], "a second run finds nothing"
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -133,6 +143,74 @@ def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
     assert all(name.startswith("accel_FusedGemm_") for name in formals)
 
 
+CONVS = {
+    "relu": ("c = Conv(x, k, kb)\ny = Relu(c)", {}, ["k3x3_s1x1_p1x1_d1x1_bias_relu"]),
+    "silu and residual": (
+        "c = Conv(x, k)\ns = Sigmoid(c)\nm = Mul(c, s)\ny = Add(m, x)",
+        {},
+        ["k3x3_s1x1_p1x1_d1x1_silu_residual"],
+    ),
+    "dilated": (
+        "c = Conv(x, k, kb)\ny = Relu(c)",
+        {"dilations": [2, 1], "pads": [2, 1, 2, 1]},
+        ["k3x3_s1x1_p2x1_d2x1_bias_relu"],
+    ),
+    "grouped": ("c = Conv(x, kd, kb)\ny = Relu(c)", {"group": 4}, []),
+    "padded on one side": ("c = Conv(x, k, kb)\ny = Relu(c)", {"pads": [2, 1, 0, 1]}, []),
+    "padded by name": ("c = Conv(x, k, kb)\ny = Relu(c)", {"auto_pad": "SAME_UPPER", "pads": None}, []),
+    "bare": ("y = Conv(x, k, kb)", {}, []),
+}
+
+
+@pytest.mark.parametrize("case", CONVS)
+@pytest.mark.parametrize("opset", [17, 20])
+def test_convolutions(case: str, opset: int) -> None:
+    """As above: 1e-5 of the largest element, 36 fp32 products a sum."""
+    text, attributes, wanted = CONVS[case]
+    constants = [constant("k", 4, 4, 3, 3), constant("kd", 4, 1, 3, 3), constant("kb", 4)]
+    before = model(text, constants, opset, shape=("batch", 4, 5, 8), conv={"pads": [1, 1, 1, 1], **attributes})
+    after = onnx.ModelProto.FromString(before.SerializeToString())
+    names = [name.removeprefix("FusedConv2d_").removesuffix("_fp32") for name in fuse_products(after)]
+    assert names == wanted
+    onnx.checker.check_model(after, full_check=True)
+    x = RANDOM.standard_normal((3, 4, 5, 8)).astype(np.float32)
+    right = run(before, x=x)
+    np.testing.assert_allclose(run(after, x=x), right, rtol=0, atol=1e-5 * np.abs(right).max())
+
+
+def test_a_strided_convolution_keeps_its_geometry() -> None:
+    """Against the float64 reference, which takes NHWC and OHWI: 2e-6 of the largest element."""
+    function = FusedConv2d(
+        kernel=(3, 2),
+        stride=(2, 1),
+        padding=(1, 0),
+        dilation=(1, 2),
+        act="silu",
+        bias=True,
+        residual=True,
+        dtype=TensorProto.FLOAT,
+    )
+    sizes: dict[str, Any] = {"images": 2, "height": 7, "width": 6, "c_in": 3, "c_out": 5}
+    epilogue = EpilogueSpec(act="silu", bias=True, residual=True, out_dtype="fp32")
+    spec = ConvSpec(
+        **sizes, kernel=(3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), in_dtype="fp32", epilogue=epilogue
+    )
+    out_shape = (2, 5, spec.out_height, spec.out_width)
+    shapes = {"x": (2, 3, 7, 6), "weight": (5, 3, 3, 2), "bias": (5,), "residual": out_shape}
+    inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()]
+    node = helper.make_node(function.name, list(shapes), ["y"], domain=DOMAIN)
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, out_shape)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)]
+    graph = helper.make_graph([node], "g", inputs, [out])
+    made = helper.make_model(graph, opset_imports=opsets, functions=[function.function(20)], ir_version=10)
+    onnx.checker.check_model(made, full_check=True)
+    feeds = {name: RANDOM.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    nhwc = {name: feeds[name].transpose(0, 2, 3, 1) for name in ("x", "weight", "residual")}
+    right = reference.conv2d_numpy(spec, nhwc["x"], nhwc["weight"], bias=feeds["bias"], residual=nhwc["residual"])
+    right = right.transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(run(made, **feeds), right, rtol=0, atol=2e-6 * np.abs(right).max())
+
+
 TWO_LAYERS = "p = MatMul(x, w)\nq = Add(p, b)\ng = Gelu(q)\nm = MatMul(g, w2)\ny = Add(m, x)"
 
 
@@ -154,16 +232,11 @@ def test_the_stage_is_recorded_and_keeps_the_contract(tmp_path: Path) -> None:
 
 def test_a_model_without_functions_is_refused() -> None:
     with pytest.raises(UnsupportedHere, match="export it again"):
-        fuse_gemms(model("p = MatMul(x, w)\ny = Add(p, b)", W, opset=12, ir=7))
+        fuse_products(model("p = MatMul(x, w)\ny = Add(p, b)", W, opset=12, ir=7))
 
 
-@pytest.mark.proof
-def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
-    """Parsed, built for sm_86, and the products of both functions are in the engine's layers."""
-    pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")
-    made = model(TWO_LAYERS, W)
-    assert len(fuse_gemms(made)) == 2
-    file = tmp_path / "fused.onnx"
+def kernels_of(made: onnx.ModelProto, file: Path) -> list[dict[str, Any]]:
+    """The kernels of the engine that TensorRT-RTX builds for sm_86, those that compute something."""
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     done = subprocess.run([sys.executable, script, file], capture_output=True, text=True, timeout=200, check=True)
@@ -171,3 +244,25 @@ def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
     assert found["parsed"]
     assert found["errors"] == []
     assert found["bytes"] > 1000
+    return [row for row in parse_layers(found["layers"]) if row["onnx"]]
+
+
+@pytest.mark.proof
+def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
+    """The functions are inlined and cost nothing: the same kernels come out as of the plain model. The first layer is
+    one kernel with product, bias and GELU; TensorRT-RTX computes the residual of the second in a kernel of its own."""
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")
+    plain = model(TWO_LAYERS, W)
+    made = onnx.ModelProto.FromString(plain.SerializeToString())
+    first, second = fuse_products(made)
+    rows = kernels_of(made, tmp_path / "fused.onnx")
+    sources = [{source.partition(" | ")[0].removeprefix("node_of_accel_") for source in row["onnx"]} for row in rows]
+    assert sources == [
+        {f"{first}_product", f"{first}_biased", f"{first}_activated"},
+        {f"{second}_product"},
+        {f"{second}_summed"},
+    ]
+    assert [row["type"] for row in rows] == ["runtime_fusion", "gemm", "kgen"]
+    assert all(row["inputs"] == row["outputs"] == ["float32"] for row in rows)
+    without = kernels_of(plain, tmp_path / "plain.onnx")
+    assert [(row["type"], len(row["onnx"])) for row in without] == [(row["type"], len(row["onnx"])) for row in rows]

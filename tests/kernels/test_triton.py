@@ -21,7 +21,8 @@ pytest.importorskip("triton", reason="needs the extra [kernels]")
 from accel.cli.kernels import command
 from accel.kernels import cross, dispatch, interpret, triton_kernels
 from accel.kernels.configs import ARCHS, CONFIGS, SHARED_LIMIT, get, shipped
-from accel.kernels.spec import IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.units import NATIVE, NativeConfig
 
 # Triton 3.9 says so although the option is given: its default is about to change.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
@@ -98,6 +99,9 @@ def test_a_bad_build_is_named() -> None:
     assert "shared memory" in replace(right, shared=300_000).problem
 
 
+KINDS = ("triton", "cutlass", "cuda")
+
+
 @settings(max_examples=500, deadline=None)
 @given(
     m=st.integers(1, 9000),
@@ -108,19 +112,40 @@ def test_a_bad_build_is_named() -> None:
         [None, (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
     ),
     tma=st.booleans(),
+    native=st.sampled_from([(), tuple(NATIVE), tuple(name for name in NATIVE if name.startswith("sm80"))]),
+    triton=st.booleans(),
 )
 def test_dispatch_takes_only_what_is_shipped(
-    m: int, n: int, k: int, dtype: str, capability: tuple[int, int] | None, tma: bool
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    capability: tuple[int, int] | None,
+    tma: bool,
+    native: tuple[str, ...],
+    triton: bool,
 ) -> None:
-    spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype)
+    spec = GemmSpec(
+        m=m, n=n, k=k, in_dtype=dtype, epilogue=EpilogueSpec(out_dtype="bf16" if dtype == "bf16" else "fp16")
+    )
     conv = ConvSpec(images=1, height=m, width=1, c_in=k, c_out=n, kernel=(1, 1), in_dtype=dtype)
     arch = dispatch.family(capability) if capability else None
     for problem in (spec, conv):
-        choice = dispatch.choose(problem, capability, tma_layout=tma)
+        choice = dispatch.choose(problem, capability, tma_layout=tma, native=native, triton_installed=triton)
         assert choice.reason
         if choice.config is None:
-            assert arch is None or (dtype == "fp8_e4m3" and arch < 89)
+            assert arch is None or (dtype == "fp8_e4m3" and arch < 89) or not triton
+        elif isinstance(choice.config, NativeConfig):
+            assert capability is not None
+            assert choice.config.runs_on(capability)
+            assert choice.config.unit.dtype == dtype
+            assert choice.config.unit.out_dtype == spec.epilogue.out_dtype
+            assert choice.config.name in native
+            assert tma
+            assert k * BYTES[dtype] % 16 == 0
+            assert n * 2 % 16 == 0
         else:
+            assert triton
             assert arch is not None
             assert choice.config.supports(dtype, arch)
             assert "tma" not in choice.config.name or tma
@@ -128,8 +153,12 @@ def test_dispatch_takes_only_what_is_shipped(
 
 def test_why_says_why() -> None:
     spec = GemmSpec(m=4096, n=4096, k=4096, epilogue=EpilogueSpec(act="silu"))
-    assert dispatch.why(spec, (9, 0), tma_layout=True).startswith("triton gemm_tma_128x128: sm_90")
-    assert "M = 1 <= 16" in dispatch.why(GemmSpec(m=1, n=64, k=64), (8, 0))
+    assert dispatch.why(spec, (9, 0), tma_layout=True, native=()).startswith("triton gemm_tma_128x128: sm_90")
+    compiled = dispatch.why(spec, (9, 0), tma_layout=True, native=list(NATIVE))
+    assert compiled == "cutlass sm90_fp16_cooperative_128x256: 512 tiles of 128x256, not tuned"
+    few = dispatch.why(GemmSpec(m=64, n=512, k=64), (9, 0), tma_layout=True, native=list(NATIVE))
+    assert few.startswith("cutlass sm90_fp16_swapped_64x16: 32 tiles")
+    assert "M = 1 <= 16" in dispatch.why(GemmSpec(m=1, n=64, k=64), (8, 0), native=())
     assert "fp8 products" in dispatch.why(GemmSpec(m=64, n=64, k=64, in_dtype="fp8_e4m3"), (8, 0))
     assert dispatch.why(spec, None) == "reference: the CPU runs the reference"
     bare = dispatch.choose(spec, (9, 0), triton_installed=False)
@@ -140,8 +169,12 @@ def test_list_as_json() -> None:
     result = CliRunner().invoke(command, ["list", "--json"])
     assert result.exit_code == 0, result.output
     listed = json.loads(result.output)["configurations"]
-    assert [row["name"] for row in listed] == [config.name for config in CONFIGS]
-    assert {"op", "dtypes", "tile", "archs", "implementation"} <= set(listed[0])
+    names = {kind: [row["name"] for row in listed if row["implementation"] == kind] for kind in KINDS}
+    assert names["triton"] == [config.name for config in CONFIGS]
+    assert names["cutlass"] == list(NATIVE)
+    assert names["cuda"] == ["gemv", "quantize_rowwise", "im2col"]
+    assert sum(map(len, names.values())) == len(listed)
+    assert all({"op", "dtypes", "tile", "archs"} <= set(row) for row in listed)
 
 
 @pytest.mark.proof

@@ -1,0 +1,260 @@
+"""How fast are the fused products beside cuBLASLt, beside product and epilogue apart, and beside torch.compile?
+
+    python benchmarks/gpu_gemm.py                 # tunes, measures, writes benchmarks/results/gpu_gemm.json and .md
+    python benchmarks/gpu_gemm.py --seconds 240   # less time: the rows that matter most come first
+
+act(a @ b + bias) on random data; operands are rotated, so that no call finds them in the L2 cache of the one before.
+The files are written after every row, so that a run that is cut short leaves what it measured. Needs an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.kernels import dispatch, reference, tune
+from accel.kernels.spec import BYTES, GemmSpec
+from accel.kernels.tuned import Table
+
+RESULTS = Path(__file__).parent / "results"
+# Goals, each a ratio that has to be at least this: see the notes under the table.
+GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
+Run = Callable[[], object]
+
+
+def problems() -> Iterator[tuple[GemmSpec, bool]]:
+    """(problem, whether torch.compile is measured too), the most important first."""
+    cubes = [(size, size, size) for size in (4096, 8192)]
+    decode = [(m, n, k) for m in (1, 16, 8) for n, k in ((4096, 4096), (11008, 4096), (4096, 11008))]
+    layers = [(m, n, k) for m in (512, 128, 64) for n, k in ((768, 768), (3072, 768), (768, 3072), (4096, 4096))]
+    for dtype in ("bf16", "fp16", "int8", "fp8_e4m3"):
+        for m, n, k in cubes:
+            yield spec_of(m, n, k, dtype, "gelu_tanh"), dtype == "bf16" and m == 4096
+    for m, n, k in decode:
+        yield spec_of(m, n, k, "bf16", "silu"), (m, n) == (16, 4096) and k == 4096
+    for m, n, k in layers:
+        yield spec_of(m, n, k, "bf16", "gelu_erf"), (m, n) == (512, 3072)
+    for dtype in ("int8", "fp8_e4m3"):
+        for m, n, k in ((512, 4096, 4096), (128, 4096, 4096), (16, 4096, 4096)):
+            yield spec_of(m, n, k, dtype, "none"), False
+
+
+def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
+    return GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=tune.epilogue_for(dtype, act))
+
+
+def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
+    """What is timed beside the fused kernel. Where cuBLASLt has the bias in its epilogue, it gets to use it."""
+    act = spec.epilogue.act
+    out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
+    # Copies in the layouts that each library wants, made before anything is timed.
+    turns: dict[str, Iterator[Any]] = {}
+
+    def turning(name: str, made: list[Any]) -> Iterator[Any]:
+        turns[name] = cycle(made)
+        return turns[name]
+
+    def epilogue(x: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return reference.epilogue_torch(spec.epilogue, x, given)
+
+    if spec.in_dtype == "int8":
+        both = turning("int8", sets)
+        apart = turning("int8 apart", sets)
+
+        def product() -> object:
+            a, b, _ = next(both)
+            return torch._int_mm(a, b)
+
+        def separate() -> object:
+            a, b, given = next(apart)
+            return epilogue(torch._int_mm(a, b).float(), given).to(out)
+
+        return {"cublaslt product only": product, "unfused": separate}
+    if spec.in_dtype == "fp8_e4m3":
+        scaled = [(a, b, g["row_scale"][:, None], g["col_scale"][None], g) for a, b, g in sets]
+        both, apart = turning("fp8", scaled), turning("fp8 apart", scaled)
+
+        def product() -> object:
+            a, b, row, column, _ = next(both)
+            return torch._scaled_mm(a, b, scale_a=row, scale_b=column, out_dtype=torch.bfloat16)
+
+        def separate() -> object:
+            a, b, row, column, given = next(apart)
+            x = torch._scaled_mm(a, b, scale_a=row, scale_b=column, out_dtype=torch.bfloat16)
+            return reference.act_torch(act, x + given["bias"]).to(out)
+
+        return {"cublaslt product only": product, "unfused": separate}
+    plain = [(a, b, b.t(), g["bias"].to(out)) for a, b, g in sets]
+    linear, matmul = turning("linear", plain), turning("matmul", plain)
+
+    def with_bias() -> object:
+        a, _, weight, bias = next(linear)
+        return torch.nn.functional.linear(a, weight, bias)
+
+    def separate() -> object:
+        a, b, _, bias = next(matmul)
+        return reference.act_torch(act, a @ b + bias)
+
+    return {"cublaslt with bias": with_bias, "unfused": separate}
+
+
+def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
+    """The same in torch.compile, max-autotune."""
+    out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
+    act = spec.epilogue.act
+    function = torch.compile(lambda a, w, bias: reference.act_torch(act, torch.nn.functional.linear(a, w, bias)),
+                             mode="max-autotune-no-cudagraphs", dynamic=False)  # fmt: skip
+    turns = cycle([(a, b.t(), g["bias"].to(out)) for a, b, g in sets])
+    return lambda: function(*next(turns))
+
+
+def measure(spec: GemmSpec, table: Table, with_compile: bool) -> dict[str, Any]:
+    """One row: microseconds of each way, and what was chosen with its error over the bound."""
+    device = torch.device("cuda")
+    copies = max(2, min(32, tune.ROTATED_BYTES // ((spec.m + spec.n) * spec.k * BYTES[spec.in_dtype])))
+    sets = [tune.operands_for(spec, device, seed) for seed in range(copies)]
+    tuned = tune.tune_gemm(spec, table)
+    choice = dispatch.choose_for(spec, *sets[0][:2])
+    row: dict[str, Any] = {
+        "shape": [spec.m, spec.n, spec.k],
+        "dtype": spec.in_dtype,
+        "epilogue": spec.epilogue.key,
+        "chosen": str(choice),
+        "error_over_bound": tuned.entry.error if tuned.entry else None,
+        "refused": dict(tuned.refused),
+        "candidates_us": dict(tuned.timed),
+    }
+    turns = cycle(sets)
+
+    def fused() -> object:
+        a, b, given = next(turns)
+        return dispatch.run_gemm(spec, a, b, given)
+
+    ways: dict[str, Callable[[], Run]] = {"fused": lambda: fused}
+    ways |= {name: (lambda run=run: run) for name, run in runs(spec, sets).items()}  # type: ignore[misc]
+    if with_compile:
+        ways["torch.compile"] = lambda: compiled(spec, sets)
+    row["us"] = {}
+    for name, made in ways.items():
+        try:
+            row["us"][name] = tune.microseconds(made())
+        except Exception as error:  # a library that refuses a shape is a finding, not the end of the run
+            row.setdefault("errors", {})[name] = " ".join(str(error).split())[:200]
+    return row
+
+
+def copy_gigabytes_per_second() -> float:
+    """Bytes read and written a second by a copy of 1 GiB."""
+    x = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.numel() / tune.microseconds(lambda: y.copy_(x)) / 1000
+
+
+def judged(rows: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
+    """Each row with its speeds and with the goals it is to meet: name -> (ratio, met)."""
+    fused = {(tuple(r["shape"]), r["dtype"]): r["us"].get("fused") for r in rows}
+    found = []
+    for row in rows:
+        m, n, k = row["shape"]
+        us = row["us"].get("fused")
+        if us is None:
+            found.append({**row, "goals": {}})
+            continue
+        spec = spec_of(m, n, k, row["dtype"], row["epilogue"].partition("+")[0])
+        ratios: dict[str, float] = {}
+        library = next((value for name, value in row["us"].items() if name.startswith("cublaslt")), None)
+        if m >= 4096 and library:
+            ratios["cublaslt"] = library / us
+        if "unfused" in row["us"]:
+            ratios["unfused"] = row["us"]["unfused"] / us
+        if m <= 16:
+            ratios["copy"] = spec.bytes_moved / us / 1000 / copy
+        bf16 = fused.get(((m, n, k), "bf16"))
+        if row["dtype"] in ("int8", "fp8_e4m3") and m >= 4096 and bf16:
+            ratios["bf16"] = bf16 / us
+        goals = {name: [round(ratio, 3), ratio >= GOALS[name]] for name, ratio in ratios.items()}
+        speed = {"tflops": spec.flops / us / 1e6, "gigabytes_per_second": spec.bytes_moved / us / 1000}
+        found.append({**row, **speed, "goals": goals})
+    return found
+
+
+def markdown(body: dict[str, Any]) -> str:
+    lines = [
+        "# Fused products on a GPU",
+        "",
+        f"{body['gpu']}, driver {body['driver']}, torch {body['torch']}, copy {body['copy_gb_s']:.0f} GB/s. Median of "
+        f"{tune.BLOCKS} blocks, rotated operands. `python benchmarks/gpu_gemm.py`; {body['date']}.",
+        "",
+        "| M, N, K | dtype, epilogue | chosen | us | TFLOP/s | GB/s | cuBLASLt us | unfused us | compile us | goals |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in body["rows"]:
+        us = row["us"]
+        library = next((value for name, value in us.items() if name.startswith("cublaslt")), None)
+        numbers = [us.get("fused"), row.get("tflops"), row.get("gigabytes_per_second"), library]
+        numbers += [us.get("unfused"), us.get("torch.compile")]
+        cells = [f"{number:.1f}" if number is not None else "-" for number in numbers]
+        goals = ", ".join(f"{name} {r:.2f}x {'met' if met else 'MISSED'}" for name, (r, met) in row["goals"].items())
+        shape = ", ".join(map(str, row["shape"]))
+        chosen = row["chosen"].partition(":")[0]
+        lines.append(f"| {shape} | {row['dtype']} {row['epilogue']} | {chosen} | {' | '.join(cells)} | {goals} |")
+    lines += [
+        "",
+        "Goals: at least 0.95x of cuBLASLt at M of 4096 and more (F.linear with its bias; _int_mm and _scaled_mm: the "
+        "product alone), at least 1.1x of product and epilogue apart everywhere, at least 0.7 of the copy's bandwidth "
+        "at M of 16 and less, int8 and fp8 at least 1.6x of bf16 at M of 4096 and more.",
+    ]
+    if body["left"]:
+        lines += ["", f"Not measured, the time was over: {body['left']} of {body['left'] + len(body['rows'])} rows."]
+    return "\n".join(lines) + "\n"
+
+
+def write(body: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, text in (("gpu_gemm.json", json.dumps(body, indent=1) + "\n"), ("gpu_gemm.md", markdown(body))):
+        temporary = folder / f".{name}.part"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=480.0, help="no new row is started after this long")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no NVIDIA GPU here: not run")
+    started = time.monotonic()
+    device = dispatch.device_of(torch.cuda.current_device())
+    copy, table = copy_gigabytes_per_second(), Table()
+    wanted = list(problems())
+    rows: list[dict[str, Any]] = []
+    for at, (spec, with_compile) in enumerate(wanted):
+        left = options.seconds - (time.monotonic() - started)
+        if left < 0:
+            break
+        rows.append(measure(spec, table, with_compile and left > 120))
+        body = {
+            "gpu": device.gpu,
+            "driver": device.driver,
+            "torch": torch.__version__,
+            "library": device.library,
+            "native": len(dispatch.native_names()),
+            "copy_gb_s": copy,
+            "date": time.strftime("%Y-%m-%d"),
+            "left": len(wanted) - at - 1,
+            "rows": judged(rows, copy),
+        }
+        write(body, options.out)
+        print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+// The one node of the epilogue tree that CUTLASS doesn't have: the activation, chosen at run time.
+#pragma once
+#include "../activate.cuh"
+#include "cutlass/array.h"
+
+// act(x), which of them being a second operand with the same number everywhere: one kernel serves every activation.
+template <class T>
+struct Activation;
+
+template <int N>
+struct Activation<cutlass::Array<float, N>> {
+  CUTLASS_DEVICE cutlass::Array<float, N> operator()(const cutlass::Array<float, N>& x,
+                                                     const cutlass::Array<float, N>& which) const {
+    const int act = static_cast<int>(which[0]);
+    if (act == ACCEL_NONE) return x;
+    cutlass::Array<float, N> result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < N; ++i) result[i] = activate(x[i], act);
+    return result;
+  }
+};
+
+template <class T>
+constexpr int kDtype = -1;
+template <>
+constexpr int kDtype<cutlass::half_t> = ACCEL_FP16;
+template <>
+constexpr int kDtype<cutlass::bfloat16_t> = ACCEL_BF16;
+template <>
+constexpr int kDtype<int8_t> = ACCEL_INT8;
+template <>
+constexpr int kDtype<cutlass::float_e4m3_t> = ACCEL_FP8;

@@ -1,0 +1,104 @@
+// act(row_scale * col_scale * (a @ b^T) + bias) + residual on CUTLASS 3: TMA, warp-specialized, one epilogue tree for
+// sm_90a, sm_100a and sm_120a. a (M, K) and b (N, K) are dense; an operand that is NULL costs nothing but its constant.
+#pragma once
+#include <type_traits>
+
+#include "../gemm.cuh"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/epilogue/fusion/operations.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass/util/packed_stride.hpp"
+#include "functors.cuh"
+
+namespace accel3x {
+using namespace cute;
+namespace fusion = cutlass::epilogue::fusion;
+constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
+
+// kSwap: the kernel computes the transposed product, so that the many columns of a small M fill its tile's rows.
+template <class Arch, class In, class Out, class Tile, class CtaTile, class Cluster, class Mainloop, class Schedule,
+          bool kSwap>
+struct Gemm {
+  using Acc = std::conditional_t<std::is_same_v<In, int8_t>, int32_t, float>;
+  static constexpr int kAlignIn = 16 / sizeof(In), kAlignOut = 16 / sizeof(Out);
+  using LayoutOut = std::conditional_t<kSwap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
+
+  // A vector along M of the problem runs down the rows of the tile, or along its columns where the product is swapped.
+  using DownRows = fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<_1, _0, int64_t>>;
+  using AlongRows = fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, _1, int64_t>>;
+  using OfM = std::conditional_t<kSwap, AlongRows, DownRows>;
+  using OfN = std::conditional_t<kSwap, DownRows, AlongRows>;
+  using Scalar = fusion::Sm90ScalarBroadcast<float>;
+  using Times = fusion::Sm90Compute<cutlass::multiplies, float, float, kRound>;
+  using Plus = fusion::Sm90Compute<cutlass::plus, float, float, kRound>;
+  using Act = fusion::Sm90Compute<Activation, float, float, kRound>;
+  // beta * C + x leaves C unread where beta is 0.
+  using PlusSource = fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Out, float, kRound>;
+
+  using ByRow = fusion::Sm90EVT<Times, OfM, fusion::Sm90AccFetch>;
+  using Scaled = fusion::Sm90EVT<Times, OfN, ByRow>;
+  using Biased = fusion::Sm90EVT<Plus, OfN, Scaled>;
+  using Activated = fusion::Sm90EVT<Act, Biased, Scalar>;
+  using Tree = fusion::Sm90EVT<PlusSource, Scalar, fusion::Sm90SrcFetch<Out>, Activated>;
+
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      Arch, cutlass::arch::OpClassTensorOp, Tile, Cluster, cutlass::epilogue::collective::EpilogueTileAuto, Acc, float,
+      Out, LayoutOut, kAlignOut, Out, LayoutOut, kAlignOut, Schedule, Tree>::CollectiveOp;
+  using Main = typename cutlass::gemm::collective::CollectiveBuilder<
+      Arch, cutlass::arch::OpClassTensorOp, In, cutlass::layout::RowMajor, kAlignIn, In, cutlass::layout::ColumnMajor,
+      kAlignIn, Acc, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      Mainloop>::CollectiveOp;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Main, Epilogue>;
+  using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+
+  static typename Adapter::Arguments arguments(const accel_gemm_problem& p) {
+    const int m = static_cast<int>(kSwap ? p.n : p.m), n = static_cast<int>(kSwap ? p.m : p.n);
+    const int k = static_cast<int>(p.k);
+    const In* first = static_cast<const In*>(kSwap ? p.b : p.a);
+    const In* second = static_cast<const In*>(kSwap ? p.a : p.b);
+    const auto first_stride = cutlass::make_cute_packed_stride(typename Kernel::StrideA{}, {m, k, 1});
+    const auto second_stride = cutlass::make_cute_packed_stride(typename Kernel::StrideB{}, {n, k, 1});
+    const auto out_stride = cutlass::make_cute_packed_stride(typename Kernel::StrideD{}, {m, n, 1});
+    Out* out = static_cast<Out*>(p.out);
+    // A descriptor is made of C also where nothing reads it: it then has to be any good address.
+    const Out* source = p.residual ? static_cast<const Out*>(p.residual) : out;
+
+    typename ByRow::Arguments by_row{{p.row_scale, 1.0f, {}}, {}, {}};
+    typename Scaled::Arguments scaled{{p.col_scale, 1.0f, {}}, by_row, {}};
+    typename Biased::Arguments biased{{p.bias, 0.0f, {}}, scaled, {}};
+    typename Activated::Arguments activated{biased, {{static_cast<float>(p.act)}, {}, {}}, {}};
+    typename Tree::Arguments tree{{{p.residual ? 1.0f : 0.0f}, {}, {}}, {}, activated, {}};
+    cutlass::KernelHardwareInfo hardware;
+    cudaGetDevice(&hardware.device_id);
+    hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+    return {cutlass::gemm::GemmUniversalMode::kGemm,
+            {m, n, k, 1},
+            {first, first_stride, second, second_stride},
+            {tree, source, out_stride, out, out_stride},
+            hardware};
+  }
+
+  static int workspace(const accel_gemm_problem& p, size_t* bytes) {
+    *bytes = Adapter::get_workspace_size(arguments(p));
+    return ACCEL_OK;
+  }
+
+  static int run(const accel_gemm_problem& p) {
+    const auto made = arguments(p);
+    if (Adapter::can_implement(made) != cutlass::Status::kSuccess) return ACCEL_UNALIGNED;
+    const auto stream = static_cast<cudaStream_t>(p.stream);
+    Adapter adapter;
+    if (adapter.initialize(made, p.workspace, stream) != cutlass::Status::kSuccess) return ACCEL_LAUNCH_FAILED;
+    return adapter.run(stream) == cutlass::Status::kSuccess ? ACCEL_OK : ACCEL_LAUNCH_FAILED;
+  }
+};
+
+template <class G, class In, class Out>
+GemmConfig config(const char* name, int least, int most) {
+  return {name, kDtype<In>, kDtype<Out>, least, most, G::workspace, G::run};
+}
+}  // namespace accel3x

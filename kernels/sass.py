@@ -1,0 +1,45 @@
+"""What a compiled library holds: the machine instructions of each kernel, as cuobjdump lists them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from accel.errors import BuildFailed, MissingExtra
+
+_MMA = re.compile(r"\b([A-Z]*MMA)\b")
+
+
+def find_cuobjdump() -> Path:
+    """The cuobjdump that Triton brings, else the one on PATH. ``MissingExtra`` where there is neither."""
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        own = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        if own.is_file():
+            return own
+    found = shutil.which("cuobjdump")
+    if found is None:
+        raise MissingExtra("cuobjdump", "kernels")
+    return Path(found)
+
+
+def products(library: Path) -> dict[tuple[str, str], set[str]]:
+    """(architecture, mangled name) of every kernel -> its matrix instructions (HMMA, HGMMA, UTCHMMA...)."""
+    command = [str(find_cuobjdump()), "-sass", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildFailed(f"cuobjdump can't read {library} ({done.stderr.strip()[:200]}); build it again")
+    found: dict[tuple[str, str], set[str]] = {}
+    arch, kernel = "", ("", "")
+    for line in done.stdout.splitlines():
+        if line.startswith("arch = "):
+            arch = line.removeprefix("arch = ").strip()
+        elif "Function : " in line:
+            kernel = (arch, line.partition("Function : ")[2].strip())
+            found[kernel] = set()
+        elif "MMA" in line and kernel in found:
+            found[kernel] |= set(_MMA.findall(line))
+    return found

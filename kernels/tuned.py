@@ -1,0 +1,138 @@
+"""What was found to be fastest: a table on disk from a problem on a GPU to the name of a configuration.
+
+``accel kernels tune`` writes it, dispatch reads it; nothing else tunes. One JSON file, replaced whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from accel.errors import CannotWrite
+from accel.kernels.spec import ConvSpec, GemmSpec
+
+FORMAT = 1
+LARGEST_BUCKET = 8192
+
+
+def bucket(m: int) -> int:
+    """The power of two at or above ``m``, at most 8192: problems of one bucket share an entry."""
+    return min(1 << (m - 1).bit_length(), LARGEST_BUCKET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a measurement holds for. ``library``: hash of every kernel's source and of the compiler's version."""
+
+    gpu: str
+    capability: tuple[int, int]
+    driver: int
+    library: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A problem as far as the choice depends on it. ``op`` names a convolution's geometry."""
+
+    device: Device
+    op: str
+    dtype: str
+    epilogue: str
+    n: int
+    k: int
+    m_bucket: int
+
+    @property
+    def text(self) -> str:
+        """The key in the file: the same for equal keys, readable."""
+        d = self.device
+        where = [d.gpu, f"sm_{d.capability[0]}{d.capability[1]}", str(d.driver), d.library]
+        what = [self.op, self.dtype, self.epilogue, f"n{self.n}", f"k{self.k}", f"m{self.m_bucket}"]
+        return " | ".join([*where, *what])
+
+
+def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
+    """The key of a problem on a device."""
+    g = spec.gemm if isinstance(spec, ConvSpec) else spec
+    op = "gemm"
+    if isinstance(spec, ConvSpec):
+        pairs = (spec.kernel, spec.stride, spec.padding, spec.dilation)
+        op = "conv2d " + " ".join(f"{height}x{width}" for height, width in pairs)
+    return Key(device=device, op=op, dtype=g.in_dtype, epilogue=g.epilogue.key, n=g.n, k=g.k, m_bucket=bucket(g.m))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The winner, its median time and its largest error over the bound (at most 1) when it was verified."""
+
+    config: str
+    microseconds: float
+    error: float
+
+
+class Table:
+    """The entries in one file. A file that is missing, damaged or of another format counts as empty."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or default_path()
+        self.entries: dict[str, Entry] = {}
+        self.damaged = False
+        try:
+            body = json.loads(self.path.read_text(encoding="utf-8"))
+            if body["format"] == FORMAT:
+                self.entries = {str(key): _entry(value) for key, value in body["entries"].items()}
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.damaged = True
+
+    def get(self, key: Key) -> Entry | None:
+        return self.entries.get(key.text)
+
+    def put(self, key: Key, entry: Entry) -> None:
+        """Remember ``entry`` and write the file, with what others have written to it meanwhile. ``CannotWrite``."""
+        self.entries = {**Table(self.path).entries, **self.entries, key.text: entry}
+        body = {"format": FORMAT, "entries": {name: asdict(e) for name, e in sorted(self.entries.items())}}
+        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError as error:
+            raise CannotWrite(
+                f"can't write {self.path} ({error.strerror}); set ACCEL_CACHE_DIR to a folder that can be"
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _entry(body: Any) -> Entry:
+    return Entry(config=str(body["config"]), microseconds=float(body["microseconds"]), error=float(body["error"]))
+
+
+def default_path() -> Path:
+    """``tuned.json`` in the cache folder."""
+    import platformdirs
+
+    given = os.environ.get("ACCEL_CACHE_DIR")
+    return (Path(given) if given else Path(platformdirs.user_cache_dir("accel"))) / "kernels" / "tuned.json"
+
+
+def lookup(key: Key) -> Entry | None:
+    """The entry for ``key`` in the default table, which is read again when its file has changed."""
+    path = default_path()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read(path, stamp).get(key)
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, stamp: int) -> Table:  # noqa: ARG001 - the stamp is there to be part of the key
+    return Table(path)

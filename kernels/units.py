@@ -1,0 +1,189 @@
+"""The tensor-core GEMMs in CUTLASS: families of tiles, and the translation units they are compiled in.
+
+A family is one source, ``csrc/cutlass/<family>.cu``; a unit is that source with one pair of input and output dtype and
+holds all the family's tiles. A configuration is called as in the source: ``sm90_int8_bf16_pingpong_64x128``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel.errors import MissingExtra
+
+ELEMENTS = {
+    "fp16": "cutlass::half_t",
+    "bf16": "cutlass::bfloat16_t",
+    "int8": "int8_t",
+    "fp8_e4m3": "cutlass::float_e4m3_t",
+}
+Pair = tuple[str, str]
+PLAIN: tuple[Pair, ...] = (("fp16", "fp16"), ("bf16", "bf16"))
+INT8: tuple[Pair, ...] = (("int8", "fp16"), ("int8", "bf16"))
+FP8: tuple[Pair, ...] = (("fp8_e4m3", "fp16"), ("fp8_e4m3", "bf16"))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """M and N of the problem that one tile covers, K in bytes, and the input dtypes that have it."""
+
+    m: int
+    n: int
+    k_bytes: int
+    dtypes: tuple[str, ...] = tuple(ELEMENTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One source. ``archs``: what it is compiled for, where those are asked for; ``least`` and ``most``: the compute
+    capabilities (90 for 9.0) that run it. ``instructions``: in SASS, one of which every kernel has, by input dtype."""
+
+    name: str
+    archs: tuple[str, ...]
+    least: int
+    most: int
+    pairs: tuple[Pair, ...]
+    tiles: dict[str, Tile]
+    instructions: dict[str, str]
+
+
+FAMILIES = (
+    Family(
+        name="sm80",
+        archs=("sm_80", "sm_86", "sm_89", "sm_120", "sm_120a"),
+        least=80,
+        most=129,
+        pairs=(*PLAIN, *INT8),
+        tiles={
+            "streamk_128x128": Tile(128, 128, 64),
+            "streamk_128x256": Tile(128, 256, 64),
+            "streamk_64x128": Tile(64, 128, 64),
+            "streamk_64x64": Tile(64, 64, 128),
+        },
+        instructions={"fp16": "HMMA", "bf16": "HMMA", "int8": "IMMA"},
+    ),
+    Family(
+        name="sm90",
+        archs=("sm_90a",),
+        least=90,
+        most=90,
+        pairs=(*PLAIN, *INT8, *FP8),
+        tiles={
+            "cooperative_128x128": Tile(128, 128, 128),
+            "cooperative_128x192": Tile(128, 192, 128, dtypes=("fp8_e4m3",)),
+            "cooperative_128x256": Tile(128, 256, 128, dtypes=("fp16", "bf16", "int8")),
+            "pingpong_64x128": Tile(64, 128, 128),
+            "swapped_64x16": Tile(16, 64, 128),
+        },
+        instructions={"fp16": "HGMMA", "bf16": "HGMMA", "int8": "IGMMA", "fp8_e4m3": "QGMMA"},
+    ),
+    Family(
+        name="sm100",
+        archs=("sm_100a",),
+        least=100,
+        most=109,
+        pairs=(*PLAIN, *INT8, *FP8),
+        tiles={
+            "one_128x128": Tile(128, 128, 128),
+            "one_128x256": Tile(128, 256, 128),
+            "two_256x128": Tile(256, 128, 128),
+            "two_256x256": Tile(256, 256, 128),
+            "swapped_128x16": Tile(16, 128, 128),
+        },
+        instructions={"fp16": "UTCHMMA", "bf16": "UTCHMMA", "int8": "UTCIMMA", "fp8_e4m3": "UTCQMMA"},
+    ),
+    Family(
+        name="sm120",
+        archs=("sm_120a",),
+        least=120,
+        most=129,
+        pairs=FP8,
+        tiles={"cooperative_128x128": Tile(128, 128, 128), "cooperative_128x64": Tile(128, 64, 128)},
+        instructions={"fp8_e4m3": "QMMA"},
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One translation unit: a family for one pair of dtypes."""
+
+    family: Family
+    dtype: str
+    out_dtype: str
+
+    @property
+    def dtypes(self) -> str:
+        """The pair as it stands in the names: ``fp16``, ``int8_bf16``."""
+        return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.family.name}_{self.dtypes}"
+
+    @property
+    def source(self) -> str:
+        return f"cutlass/{self.family.name}.cu"
+
+    @property
+    def tiles(self) -> list[str]:
+        """The names of the tiles that this unit has."""
+        return [name for name, tile in self.family.tiles.items() if self.dtype in tile.dtypes]
+
+    @property
+    def flags(self) -> list[str]:
+        """What makes this unit of the source. NDEBUG: an assert is a function call, and a call serializes wgmma."""
+        names = [f"-DACCEL_IN={ELEMENTS[self.dtype]}", f"-DACCEL_OUT={ELEMENTS[self.out_dtype]}"]
+        names += ["-DACCEL_FP8_IN"] if self.dtype == "fp8_e4m3" else []
+        return [*names, f'-DACCEL_UNIT="{self.dtypes}"', "-DNDEBUG", "--expt-relaxed-constexpr"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeConfig:
+    """One tile of one unit, as the library names it. ``block_m`` and ``block_n`` are those of the problem."""
+
+    unit: Unit
+    tile: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit.name}_{self.tile}"
+
+    @property
+    def block_m(self) -> int:
+        return self.unit.family.tiles[self.tile].m
+
+    @property
+    def block_n(self) -> int:
+        return self.unit.family.tiles[self.tile].n
+
+    @property
+    def block_k_bytes(self) -> int:
+        return self.unit.family.tiles[self.tile].k_bytes
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability runs it."""
+        return self.unit.family.least <= capability[0] * 10 + capability[1] <= self.unit.family.most
+
+
+UNITS = tuple(Unit(family=f, dtype=i, out_dtype=o) for f in FAMILIES for i, o in f.pairs)
+NATIVE = {c.name: c for u in UNITS for c in (NativeConfig(unit=u, tile=tile) for tile in u.tiles)}
+
+
+def units_for(archs: Sequence[str]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
+    """The units that a library for these architectures holds, each with those it is compiled for."""
+    for unit in UNITS:
+        wanted = tuple(arch for arch in unit.family.archs if arch in archs)
+        if wanted:
+            yield unit, wanted
+
+
+def cutlass_includes() -> list[Path]:
+    """The folders of the CUTLASS headers. ``MissingExtra`` where the package that brings them isn't installed."""
+    found = importlib.util.find_spec("cutlass_library")
+    if found is None or found.origin is None:
+        raise MissingExtra("nvidia-cutlass", "kernels")
+    source = Path(found.origin).parent / "source"
+    return [source / "include", source / "tools" / "util" / "include"]

@@ -1,0 +1,171 @@
+"""The tensor-core GEMMs: the table is the source, they compile to tensor-core instructions, the interface refuses.
+
+These fail where a tile is in the source but not in the table (or the other way round), where a family doesn't compile,
+loses its tensor-core instruction, spills registers or has its wgmma serialized, where the library doesn't load without
+a GPU, and where a wrong call gets anything but its error code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere
+from accel.kernels import build, check, configs, sass, units
+from accel.kernels.native import ACTS, DTYPES, Library, Problem
+from accel.kernels.units import FAMILIES, NATIVE, UNITS
+
+# One unit a family, and the architecture it is compiled for here.
+PROVEN = {"sm80_int8_fp16": "sm_80", "sm90_fp16": "sm_90a", "sm100_bf16": "sm_100a", "sm120_fp8_e4m3_bf16": "sm_120a"}
+
+
+def test_the_table_is_what_the_sources_hold() -> None:
+    for family in FAMILIES:
+        text = (build.SOURCES / f"cutlass/{family.name}.cu").read_text()
+        assert sorted(re.findall(r"^ACCEL_CONFIG\((\w+),", text, re.MULTILINE)) == sorted(family.tiles)
+        assert f'"{family.name}_" ACCEL_UNIT' in text
+        capabilities = re.search(r"#tile(?:, (\d+), (\d+))?\)", text)
+        assert capabilities is not None
+        if capabilities[1]:
+            assert (int(capabilities[1]), int(capabilities[2])) == (family.least, family.most)
+        assert 1 <= len(family.tiles) <= 6, "a unit has to compile in about a minute"
+        assert {dtype for dtype, _ in family.pairs} <= set(family.instructions)
+
+
+def test_every_configuration_is_listed() -> None:
+    rows = {row["name"]: row for row in configs.rows()}
+    assert set(NATIVE) <= set(rows)
+    row = rows["sm90_int8_bf16_swapped_64x16"]
+    assert (row["implementation"], row["tile"], row["archs"]) == ("cutlass", [16, 64, 128], ["sm_90a"])
+
+
+def test_a_library_holds_the_units_of_its_architectures() -> None:
+    def names(*archs: str) -> set[str]:
+        return {unit.name for unit, _ in units.units_for(archs)}
+
+    assert names("sm_90a") == {u.name for u in UNITS if u.family.name == "sm90"}
+    assert names("sm_120a") == {u.name for u in UNITS if u.family.name in ("sm80", "sm120")}
+    assert names("sm_90") == set()
+    assert {u.name: archs for u, archs in units.units_for(("sm_80", "sm_86"))}["sm80_fp16"] == ("sm_80", "sm_86")
+
+
+def test_without_the_headers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(MissingExtra, match=r"accel-toolchain\[kernels\]"):
+        units.cutlass_includes()
+
+
+def test_a_unit_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UnknownName, match="sm90_fp16"):
+        build.build(["sm_90a"], units=["sm90_fp32"])
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> build.Built:
+    """One unit a family in one library, compiled in parallel: minutes."""
+    if build.find_nvcc() is None:
+        pytest.skip("needs nvcc")
+    pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
+    return build.build(list(PROVEN.values()), units=list(PROVEN), cache=tmp_path_factory.mktemp("cutlass"))
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> None:
+    """A kernel a tile and architecture, each with the family's instruction; the assembler says nothing of spills or of
+    serialized wgmma (a function call in the epilogue is enough for that)."""
+    assert library.warnings == ()
+    found = sass.products(library.path)
+    gemms: Counter[tuple[str, str]] = Counter()
+    for unit, archs in units.units_for(library.archs):
+        if unit.name in PROVEN:
+            gemms.update({(arch, unit.family.instructions[unit.dtype]): len(unit.tiles) for arch in archs})
+    made = Counter((arch, word) for (arch, kernel), used in found.items() if "cutlass" in kernel for word in used)
+    assert made == gemms, "sm80's unit is there twice: sm_120 runs it too"
+    kernels = {kernel: used for (_, kernel), used in found.items() if "cutlass" in kernel}
+    assert all(kernels.values()), "a GEMM without a matrix instruction"
+
+
+@pytest.mark.proof
+def test_the_library_names_what_it_holds(library: build.Built) -> None:
+    loaded = Library(library.path)
+    assert set(loaded.gemms) == {name for name, config in NATIVE.items() if config.unit.name in PROVEN}
+    assert sorted(loaded.gemms.values()) == list(range(len(loaded.gemms)))
+
+
+@pytest.mark.proof
+def test_check_reads_the_library(library: build.Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails where the table of proofs passes a library without looking into it."""
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(library.path))
+    proof = check._tensor_cores(lambda _message, _fraction: None)
+    assert proof.passed, proof.detail
+    for word in ("HGMMA", "IMMA", "UTCHMMA", "QMMA"):
+        assert word in proof.detail
+    monkeypatch.setattr(check, "NATIVE", {})
+    assert check._tensor_cores(lambda _message, _fraction: None).passed is False
+    (tmp_path / "library.so").write_bytes(library.path.read_bytes()[:5000])
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(tmp_path / "library.so"))
+    damaged = check._tensor_cores(lambda _message, _fraction: None)
+    assert damaged.passed is False
+    assert "run accel kernels build again" in damaged.detail
+
+
+def problem(**changed: object) -> Problem:
+    given = {"a": 16, "b": 16, "out": 16, "m": 8, "n": 8, "k": 8, "dtype": DTYPES["fp16"], "out_dtype": DTYPES["fp16"]}
+    return Problem(**{**given, "act": ACTS["silu"], **changed})
+
+
+@pytest.mark.proof
+def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
+    """Every field of the struct is looked at, so a layout that differs between C and Python is found too."""
+    loaded = Library(library.path)
+    config = "sm90_fp16_pingpong_64x128"
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"a": 0}, "NULL"),
+        ({"b": 0}, "NULL"),
+        ({"out": 0}, "NULL"),
+        ({"m": 0}, "sizes start at 1"),
+        ({"n": -8}, "sizes start at 1"),
+        ({"k": 2**31}, "sizes start at 1"),
+        ({"dtype": DTYPES["int8"]}, "no kernel for this dtype"),
+        ({"out_dtype": DTYPES["bf16"]}, "no kernel for this dtype"),
+        ({"act": 5}, "no such activation"),
+        ({"k": 12}, "multiple of 16 bytes"),
+        ({"n": 12}, "multiple of 16 bytes"),
+        *(
+            ({name: 8}, "multiple of 16 bytes")
+            for name in ("a", "b", "out", "bias", "residual", "row_scale", "col_scale")
+        ),
+    ]
+    for changed, message in wrong:
+        with pytest.raises(BadFeeds, match=message):
+            loaded.gemm(config, problem(**changed))
+    with pytest.raises(BadFeeds, match="no such configuration"):
+        loaded.gemm("sm90_fp16_of_another_library", problem())
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedHere, match="no NVIDIA GPU"):
+            loaded.gemm(config, problem())
+
+
+def test_a_planted_function_call_is_seen() -> None:
+    """The words of ptxas that the build keeps: without them the proof above would pass whatever it says."""
+    said = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    spilled = "ptxas warning : Registers are spilled to local memory in function 'x', 148 bytes spill stores"
+    assert build.slow_code(f"x\n{said}\n{spilled}\nptxas info    : Used 168 registers") == [said, spilled]
+
+
+def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, sources in (("old", "0" * 64), ("new", build.sources_digest())):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / build.LIBRARY).write_bytes(b"x")
+        (folder / build.RECORD).write_text(f'{{"sources": "{sources}", "archs": ["sm_90a"]}}')
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / build.RECORD).write_text("{")
+    assert build.find_library(tmp_path) == tmp_path / "new" / build.LIBRARY
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(tmp_path / "mine.so"))
+    assert build.find_library(tmp_path) == tmp_path / "mine.so"

@@ -1,0 +1,91 @@
+"""The GPU benchmark as far as a machine without one can show: the order, the goals, what is written.
+
+These fail where the most important rows don't come first, where a goal is computed the wrong way round or judged on
+rows that it isn't for, where a row that failed breaks the report, and where a run without a GPU claims anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_gemm.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_gemm", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_rows_are_those_of_the_question_and_the_cubes_come_first(script: ModuleType) -> None:
+    wanted = [spec for spec, _ in script.problems()]
+    assert [(s.m, s.in_dtype) for s in wanted[:8]] == [
+        (m, dtype) for dtype in ("bf16", "fp16", "int8", "fp8_e4m3") for m in (4096, 8192)
+    ]
+    assert {s.m for s in wanted} == {1, 8, 16, 64, 128, 512, 4096, 8192}
+    assert len({(s.m, s.n, s.k, s.in_dtype) for s in wanted}) == len(wanted)
+
+
+def row(m: int, n: int, k: int, dtype: str, **us: float) -> dict[str, Any]:
+    out = "fp16" if dtype in ("int8", "fp8_e4m3") else dtype
+    scales = "+row_scale+col_scale" if dtype in ("int8", "fp8_e4m3") else ""
+    return {
+        "shape": [m, n, k],
+        "dtype": dtype,
+        "epilogue": f"none+bias{scales}:{out}",
+        "chosen": "cutlass x: tuned",
+        "us": {name.replace("_", " "): value for name, value in us.items()},
+    }
+
+
+def test_goals(script: ModuleType) -> None:
+    rows = [
+        row(4096, 4096, 4096, "bf16", fused=200.0, cublaslt_with_bias=188.0, unfused=230.0),
+        row(4096, 4096, 4096, "int8", fused=120.0, cublaslt_product_only=118.0, unfused=131.0),
+        row(16, 4096, 4096, "bf16", fused=20.0, cublaslt_with_bias=1.0, unfused=22.0),
+        row(64, 64, 64, "bf16", unfused=1.0),
+    ]
+    cube, int8, decode, failed = script.judged(rows, copy=2000.0)
+    assert cube["goals"] == {"cublaslt": [0.94, False], "unfused": [1.15, True]}
+    assert cube["tflops"] == pytest.approx(2 * 4096**3 / 200e-6 / 1e12)
+    assert int8["goals"] == {"cublaslt": [0.983, True], "unfused": [1.092, False], "bf16": [1.667, True]}
+    moved = 4096 * 4096 * 2 + 16 * 4096 * 2 * 2 + 4096 * 4
+    assert decode["goals"]["copy"] == [round(moved / 20e-6 / 1e9 / 2000, 3), True]
+    assert set(decode["goals"]) == {"copy", "unfused"}
+    assert failed["goals"] == {}
+
+
+def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
+    rows = [row(16, 4096, 4096, "bf16", fused=20.0, unfused=21.0), row(64, 64, 64, "bf16", unfused=1.0)]
+    body = {"gpu": "G", "driver": 1, "torch": "2", "copy_gb_s": 2e3, "date": "d", "left": 3}
+    body["rows"] = script.judged(rows, 2e3)
+    script.write(body, tmp_path)
+    assert json.loads((tmp_path / "gpu_gemm.json").read_text()) == json.loads(json.dumps(body))
+    text = (tmp_path / "gpu_gemm.md").read_text()
+    assert "| 16, 4096, 4096 |" in text
+    assert "unfused 1.05x MISSED" in text
+    assert "3 of 5 rows" in text
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
+
+
+def test_without_a_gpu_nothing_is_claimed(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "no NVIDIA GPU here: not run"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,217 @@
+"""The kernels on a GPU: right for every dtype, activation and ragged shape; no address out of bounds, no race.
+
+These fail where a kernel that is right in the interpreter, or compiles, computes something else on the hardware: a
+wrong descriptor, a missing barrier, an epilogue on the wrong row. The bound is ``gemm_bound``, proven per element
+(fp8: with what the tensor cores' short sums add). Every candidate is run, not only the one that dispatch takes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel.kernels import build, dispatch, native_launch, problem, reference, tune
+from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
+from accel.kernels.native import Library
+from accel.kernels.reference import TORCH_DTYPES
+from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.kernels.tuned import Table
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
+# Under a tile, one past a tile, K with a tail, every alignment, and rows of 16 bytes (what CUTLASS and TMA take).
+RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
+ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
+SUFFIX = {90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
+
+
+def capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+def spec_of(dtype: str, act: str, sizes: tuple[int, int, int], full: bool) -> GemmSpec:
+    m, n, k = sizes
+    flags = dict.fromkeys(("bias", "residual", "row_scale", "col_scale"), full)
+    epilogue = EpilogueSpec(act=act, out_dtype="bf16" if dtype == "bf16" else "fp16", **flags)
+    return GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue)
+
+
+def check(spec: GemmSpec, native: frozenset[str], triton: bool) -> int:
+    """Every candidate of ``spec`` against the float64 reference; how many there were."""
+    operands = tune.operands_for(spec, torch.device("cuda"))
+    a, b, given = operands
+    usable = dispatch.candidates(
+        spec, capability(), tma_layout=dispatch.is_tma_layout(a, b), triton_installed=triton, native=native
+    )
+    for config in usable:
+        got = dispatch.run_config(spec, a, b, given, config)
+        error = tune.largest_error(spec, operands, got)
+        assert error <= 1, (config.name, spec, error)
+    return len(usable)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton(dtype: str, act: str) -> None:
+    arch = dispatch.family(capability())
+    wanted = arch is not None and (dtype != "fp8_e4m3" or arch >= 89)
+    for sizes in (*RAGGED, *ALIGNED):
+        for full in (False, True):
+            assert (check(spec_of(dtype, act, sizes, full), frozenset(), True) > 0) == wanted
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+    """``$ACCEL_KERNEL_LIBRARY``, else one built here for this GPU."""
+    if not os.environ.get("ACCEL_KERNEL_LIBRARY"):
+        if build.find_nvcc() is None:
+            pytest.skip("needs nvcc, or a library in ACCEL_KERNEL_LIBRARY")
+        number = dispatch.family(capability())
+        arch = SUFFIX.get(number or 0, f"sm_{number}")
+        path = build.build([arch], cache=tmp_path_factory.mktemp("kernels")).path
+        os.environ["ACCEL_KERNEL_LIBRARY"] = str(path)
+    native_launch.installed.cache_clear()
+    found = native_launch.installed()
+    assert found is not None
+    yield found
+    native_launch.installed.cache_clear()
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3"])
+def test_cutlass(dtype: str, act: str, library: Library) -> None:
+    ran = 0
+    for sizes in ALIGNED:
+        for full in (False, True):
+            for out in ("fp16", "bf16") if dtype in ("int8", "fp8_e4m3") else (None,):
+                spec = spec_of(dtype, act, sizes, full)
+                spec = spec if out is None else replace(spec, epilogue=replace(spec.epilogue, out_dtype=out))
+                ran += check(spec, frozenset(library.gemms), False)
+    if not ran:
+        pytest.skip(f"no {dtype} GEMM in this library for this GPU")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("act", ACTS)
+def test_gemv(dtype: str, act: str, library: Library) -> None:
+    for m, n, k in ((1, 1, 1), (7, 33, 129), (16, 1000, 4096)):
+        spec = spec_of(dtype, act, (m, n, k), True)
+        spec = replace(spec, epilogue=replace(spec.epilogue, out_dtype=dtype))
+        operands = a, b, given = tune.operands_for(spec, torch.device("cuda"))
+        out = torch.empty(m, n, dtype=TORCH_DTYPES[dtype], device="cuda")
+        addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
+        stream = torch.cuda.current_stream().cuda_stream
+        addresses |= {"a": a.data_ptr(), "b": b.data_ptr(), "out": out.data_ptr()}
+        library.gemv(**addresses, dtype=dtype, act=act, m=m, n=n, k=k, stream=stream)
+        assert tune.largest_error(spec, operands, out) <= 1, (spec, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
+def test_quantize(source: torch.dtype, dtype: torch.dtype, library: Library) -> None:
+    """Exact: the same divisions, the same rounding."""
+    x = (torch.randn(67, 1500, generator=torch.Generator().manual_seed(0)) * 30).to(source)
+    x[1], x[2, 7] = 0, float("nan")
+    wanted_q, wanted_scale = reference.quantize_rowwise_torch(x, problem.dtype_name(dtype))
+    there = x.cuda()
+    by_hand = torch.empty(x.shape, dtype=dtype, device="cuda"), torch.empty(67, device="cuda")
+    library.quantize_rowwise(
+        there.data_ptr(),
+        problem.dtype_name(source),
+        by_hand[0].data_ptr(),
+        problem.dtype_name(dtype),
+        by_hand[1].data_ptr(),
+        67,
+        1500,
+        1500,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    for q, scale in (quantize_rowwise(there, dtype), by_hand):
+        torch.testing.assert_close(q.cpu().float(), wanted_q.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(scale.cpu(), wanted_scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_conv2d(dtype: torch.dtype, act: str) -> None:
+    """Against float64 on the CPU: four roundings of the output dtype of the largest element."""
+    g = torch.Generator().manual_seed(0)
+    for geometry in ({}, {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}):
+        x, w = (torch.randn(s, generator=g).to(dtype) for s in ((3, 17, 15, 19), (35, 3, 2, 19)))
+        bias = torch.randn(35, generator=g)
+        got = fused_conv2d(x.cuda(), w.cuda(), bias=bias.cuda(), act=act, **geometry).cpu()  # type: ignore[arg-type]
+        wanted = fused_conv2d(x.float(), w.float(), bias=bias, act=act, **geometry)  # type: ignore[arg-type]
+        step = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20}[dtype]
+        assert float((got.float() - wanted).abs().max()) <= 4 * step * float(wanted.abs().max())
+
+
+def test_the_public_face_takes_any_strides(library: Library) -> None:
+    """What dispatch chooses for itself, on operands that no TMA descriptor can be made of."""
+    g = torch.Generator("cuda").manual_seed(0)
+    for a_of, b_of in ((lambda t: t, lambda t: t), (lambda t: t.t().contiguous().t(), lambda t: t[::2, 1::3])):
+        a = a_of(torch.randn(130, 96, generator=g, device="cuda").half())
+        b = b_of(torch.randn(192, 402, generator=g, device="cuda").half())[:96]
+        got = fused_gemm(a, b, act="silu")
+        spec = GemmSpec(m=130, n=b.shape[1], k=96, epilogue=EpilogueSpec(act="silu"))
+        assert tune.largest_error(spec, (a, b, {}), got) <= 1
+
+
+def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
+    """Fails where a launch synchronizes, allocates outside the stream's pool, or asks the driver for something."""
+    spec = spec_of("fp16", "relu", (128, 256, 256), True)
+    operands = a, b, given = tune.operands_for(spec, torch.device("cuda"))
+
+    def run() -> torch.Tensor:
+        return fused_gemm(a, b, act="relu", **given)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    out.zero_()
+    graph.replay()
+    assert tune.largest_error(spec, operands, out) <= 1
+
+
+def test_tuning_finds_a_right_one_that_dispatch_then_takes(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
+    spec = tune.specs(["fp16"], ["gelu_erf"], [(512, 768, 768)])[0]
+    found = tune.tune_gemm(spec, Table())
+    assert found.entry is not None
+    assert found.refused == {}
+    a, b, _ = tune.operands_for(spec, torch.device("cuda"))
+    choice = dispatch.choose_for(spec, a, b)
+    assert choice.config is not None
+    assert choice.config.name == found.entry.config
+    assert "accel kernels tune" in choice.reason
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer(tool: str, library: Library) -> None:
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if found is None:
+        pytest.skip("needs compute-sanitizer")
+    command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable]
+    environment = {
+        **os.environ,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    script = Path(__file__).with_name("gpu_cases.py")
+    done = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

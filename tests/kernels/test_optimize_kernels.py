@@ -1,0 +1,85 @@
+"""``accel optimize --kernels``: the fused operators are in what comes out, and it is the same model.
+
+These fail where the flag is ignored, where a candidate that can't have the operators is made in silence, where the
+fused model doesn't run in ONNX Runtime, or where its outputs are further off than the stage's gate allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import UnsupportedHere
+from accel.kernels.onnx_function import DOMAIN
+from accel.optimizer.recipes import Request, recipes, targets_for
+
+
+def fused_nodes(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(path).graph.node if node.domain == DOMAIN)
+
+
+def test_minilm_as_on_the_command_line(cli: Any, minilm: Artifact, tmp_path: Path) -> None:
+    """Six layers: query, key, value and the two products with a residual carry a bias, the sixth also a GELU. The
+    outputs may move by 1e-4 of their norm, the gate of the stage."""
+    out = tmp_path / "fused"
+    words = ["optimize", minilm.path, "--kernels", "--target", "ort-cpu", "--rounds", "5", "-o", out]
+    ran = cli(*words)
+    assert ran.code == 0, ran.stderr
+    assert "ort-cpu int8" in ran.stdout, "what can't have the operators is named"
+    found = fused_nodes(out / "model.onnx")
+    assert found["FusedGemm_matmul_bias_gelu_erf_fp32"] == 6
+    assert found["FusedGemm_matmul_bias_residual_fp32"] == 12
+    assert found["FusedGemm_matmul_bias_fp32"] == 18
+    files = (minilm.path, out / "model.onnx")
+    before, after = (ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]) for file in files)
+    g = np.random.default_rng(0)
+    for batch, length in ((1, 8), (3, 77)):
+        ids = g.integers(0, 30000, (batch, length))
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        wanted, got = before.run(None, feeds)[0], after.run(None, feeds)[0]
+        assert np.linalg.norm(got - wanted) <= 1e-4 * np.linalg.norm(wanted)
+    record = accel.inspect(out, check=True)
+    assert record.intact
+
+
+def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
+    result = accel.optimize(digits.path, out=tmp_path / "out", target="ort-cpu", kernels=True, rounds=5)
+    found = fused_nodes(result.artifact.path)
+    assert any(name.startswith("FusedConv2d_k3x3") and "relu" in name for name in found), found
+    assert [gate["passed"] for gate in result.artifact.history[-1]["gates"]].count(True) > 0
+    with accel.load(digits.path) as before, accel.load(result.artifact.path) as after:
+        feeds = before.example_inputs(batch=5)
+        wanted, got = before.run(feeds)["logits"], after.run(feeds)["logits"]
+    assert np.linalg.norm(got - wanted) <= 1e-4 * np.linalg.norm(wanted)
+
+
+def request(target: str, **options: Any) -> Request:
+    options = {"precisions": None, "data": None, "samples": 0, "threads": 1, "kernels": True, **options}
+    return Request(targets=targets_for(target), **options)
+
+
+def test_openvino_has_no_kernels(digits: Artifact) -> None:
+    with pytest.raises(UnsupportedHere, match="OpenVINO doesn't take accel's fused operators; leave --kernels out"):
+        recipes(digits, request("openvino"))
+    made, left_out = recipes(digits, request("auto"))
+    assert [recipe.name for recipe in made if recipe.target.name == "ort-cpu"] == ["ort-cpu fp32"]
+    reasons = {item.name: item.reason for item in left_out}
+    assert "leave --kernels out" in reasons["openvino fp32"]
+    assert "quantized products" in reasons["ort-cpu int8"]
+
+
+def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
+    """After the cast: the functions then carry the dtype that the products really have."""
+    made, _ = recipes(digits, request("tensorrt-rtx"))
+    steps = {recipe.name: [stage for stage, *_ in recipe.stages] for recipe in made}
+    assert steps["tensorrt-rtx fp32"][-2:] == ["fuse_kernels", "engine_from_onnx"]
+    assert steps["tensorrt-rtx fp16"][-3:] == ["cast", "fuse_kernels", "engine_from_onnx"]
+    assert "tensorrt-rtx int8" not in steps

@@ -1,0 +1,215 @@
+"""The tuner's decisions, on the CPU: timer and candidates are injected.
+
+These fail where a fast wrong candidate wins, where a problem of another bucket, epilogue, GPU, driver or library gets
+an entry that isn't its own, where a damaged file stops anything or half a file is left, or where dispatch takes a tuned
+name that can't run the problem.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.cli.kernels import command
+from accel.errors import CannotWrite, UnknownName, UnsupportedHere
+from accel.kernels import dispatch, reference, tune, tuned
+from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.tune import Candidate, choose_fastest
+from accel.kernels.tuned import Device, Entry, Key, Table, bucket, key_of
+
+DEVICE = Device(gpu="NVIDIA H100", capability=(9, 0), driver=13000, library="abc")
+SPEC = tune.specs(["fp16"], ["gelu_erf"], [(48, 40, 56)])[0]
+KEY = key_of(SPEC, DEVICE)
+
+
+def candidate(name: str, times: dict[object, float], micros: float, error: float | Exception) -> Candidate:
+    def check() -> float:
+        if isinstance(error, Exception):
+            raise error
+        return error
+
+    def run() -> object:
+        return name
+
+    times[run] = micros
+    return Candidate(name=name, run=run, error=check)
+
+
+def test_the_fastest_right_one_wins_and_a_fast_wrong_one_is_refused(tmp_path: Path) -> None:
+    times: dict[object, float] = {}
+    found = [
+        candidate("right but slow", times, 9.0, 0.1),
+        candidate("right", times, 5.0, 1.0),
+        candidate("wrong", times, 1.0, 1.01),
+        candidate("not a number", times, 2.0, float("nan")),
+        candidate("crashes when checked", times, 3.0, RuntimeError("CUDA error:\n misaligned address")),
+    ]
+
+    def timer(run: object) -> float:
+        return times[run]
+
+    table = Table(tmp_path / "tuned.json")
+    result = choose_fastest(KEY, found, timer=timer, table=table)
+    assert result.entry == Entry(config="right", microseconds=5.0, error=1.0)
+    assert result.refused == {
+        "wrong": "its error is 1.01 times the bound",
+        "not a number": "its error is nan times the bound",
+        "crashes when checked": "CUDA error: misaligned address",
+    }
+    assert Table(table.path).get(KEY) == result.entry
+
+
+def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
+    def timer(run: object) -> float:
+        raise UnsupportedHere("not for this GPU")
+
+    table = Table(tmp_path / "tuned.json")
+    result = choose_fastest(KEY, [candidate("one", {}, 1.0, 0.0)], timer=timer, table=table)
+    assert result.entry is None
+    assert result.refused == {"one": "not for this GPU"}
+    assert not table.path.exists()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
+@pytest.mark.parametrize("act", ACTS)
+def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
+    """The CPU's result passes; the same with one element off by four units of its dtype, a scale or the bias left out,
+    or the next activation, does not."""
+    spec = tune.specs([dtype], [act], [(300, 40, 56)])[0]
+    operands = tune.operands_for(spec, torch.device("cpu"))
+    a, b, given_ = operands
+    right = dispatch.run_gemm(spec, a, b, given_)
+    assert tune.largest_error(spec, operands, right) <= 1
+    for name in spec.epilogue.operands:
+        without = {**given_, name: torch.ones_like(given_[name]) if "scale" in name else given_[name] * 0}
+        assert tune.largest_error(spec, operands, dispatch.run_gemm(spec, a, b, without)) > 1, name
+    other = replace(spec, epilogue=replace(spec.epilogue, act="relu" if act != "relu" else "none"))
+    assert tune.largest_error(spec, operands, dispatch.run_gemm(other, a, b, given_)) > 1
+    last = right.clone()
+    last[-1, -1] = float("nan")
+    assert tune.largest_error(spec, operands, last) == float("inf"), "the last row is among those looked at"
+    assert tune.largest_error(spec, operands, right.t()) == float("inf")
+    assert tune.largest_error(spec, operands, right.double()) == float("inf")
+
+
+@given(m=st.integers(1, 100_000))
+def test_buckets(m: int) -> None:
+    found = bucket(m)
+    assert found & (found - 1) == 0
+    assert found == 8192 if m > 4096 else m <= found < 2 * m
+
+
+def test_a_key_is_everything_the_choice_depends_on() -> None:
+    epilogue = SPEC.epilogue
+    others = [
+        key_of(replace(SPEC, m=65), DEVICE),
+        key_of(replace(SPEC, n=48), DEVICE),
+        key_of(replace(SPEC, k=64), DEVICE),
+        key_of(replace(SPEC, epilogue=replace(epilogue, act="silu")), DEVICE),
+        key_of(replace(SPEC, epilogue=replace(epilogue, residual=True)), DEVICE),
+        key_of(replace(SPEC, epilogue=replace(epilogue, out_dtype="fp32")), DEVICE),
+        key_of(replace(SPEC, in_dtype="bf16"), DEVICE),
+        key_of(SPEC, replace(DEVICE, gpu="NVIDIA L4")),
+        key_of(SPEC, replace(DEVICE, capability=(8, 9))),
+        key_of(SPEC, replace(DEVICE, driver=12080)),
+        key_of(SPEC, replace(DEVICE, library="abd")),
+    ]
+    sizes = {"images": 1, "height": 8, "width": 6, "c_in": 56, "c_out": 40}
+    others += [key_of(ConvSpec(**sizes, kernel=(1, 1), stride=s, epilogue=epilogue), DEVICE) for s in ((1, 1), (2, 1))]
+    assert len({key.text for key in [KEY, *others]}) == len(others) + 1
+    assert key_of(replace(SPEC, m=64), DEVICE) == KEY, "the same bucket"
+
+
+def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "tuned.json"
+    table, other = Table(path), Table(path)
+    entry = Entry(config="a", microseconds=1.0, error=0.5)
+    table.put(KEY, entry)
+    second = replace(KEY, n=1)
+    other.put(second, entry)  # another process, which read the file before the first wrote it
+    assert set(Table(path).entries) == {KEY.text, second.text}
+    before = path.read_bytes()
+
+    def fails(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(CannotWrite, match="No space left"):
+        table.put(replace(KEY, n=2), entry)
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["tuned.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"format": 1}', '{"format": 1, "entries": {"x": {}}}', '{"format": 1, "entries": []}'],
+)
+def test_a_damaged_file_is_an_empty_table(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    table = Table(path)
+    assert table.damaged
+    assert table.get(KEY) is None
+    table.put(KEY, Entry(config="a", microseconds=1.0, error=0.5))
+    assert Table(path).get(KEY) is not None
+
+
+def test_a_file_of_another_format_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"format": 2, "entries": {KEY.text: {"config": "a"}}}))
+    assert Table(path).entries == {}
+
+
+def test_lookup_sees_what_was_tuned_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
+    assert tuned.lookup(KEY) is None
+    Table().put(KEY, Entry(config="a", microseconds=1.0, error=0.5))
+    assert tuned.lookup(KEY) == Entry(config="a", microseconds=1.0, error=0.5)
+    Table().put(KEY, Entry(config="b", microseconds=0.5, error=0.5))
+    stat = tuned.default_path().stat()
+    os.utime(tuned.default_path(), ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    entry = tuned.lookup(KEY)
+    assert entry is not None
+    assert entry.config == "b"
+
+
+def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
+    spec = GemmSpec(m=512, n=512, k=512)
+    native = {"sm90_fp16_pingpong_64x128", "sm80_fp16_streamk_64x64"}
+
+    def chosen(name: str, spec: GemmSpec = spec, layout: bool = True, capability: tuple[int, int] = (9, 0)) -> str:
+        return str(dispatch.choose(spec, capability, tma_layout=layout, native=native, tuned_name=name))
+
+    assert chosen("gemm_64x64").startswith("triton gemm_64x64: the fastest")
+    assert chosen("sm80_fp16_streamk_64x64").startswith("cutlass sm80_fp16_streamk_64x64: the fastest")
+    assert "the fastest" not in chosen("sm90_fp16_pingpong_64x128", capability=(8, 0))
+    assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", layout=False)
+    assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", replace(spec, n=511))
+    assert "the fastest" not in chosen("a kernel of an older version")
+    bf16 = replace(spec, in_dtype="bf16", epilogue=EpilogueSpec(out_dtype="bf16"))
+    assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", bf16)
+
+
+def test_without_a_gpu_one_line_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = CliRunner().invoke(command, ["tune"])
+    assert isinstance(result.exception, UnsupportedHere)
+    assert str(result.exception).startswith("no NVIDIA GPU here")
+    assert "\n" not in str(result.exception)
+    wrong = CliRunner().invoke(command, ["tune", "--shape", "16x16"])
+    assert isinstance(wrong.exception, UnknownName)
+
+
+def test_the_key_in_the_file_is_readable() -> None:
+    assert isinstance(KEY, Key)
+    assert KEY.text == "NVIDIA H100 | sm_90 | 13000 | abc | gemm | fp16 | gelu_erf+bias:fp16 | n40 | k56 | m64"
+    assert reference.SLOPE.keys() == set(ACTS)
