@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("source")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The .onnx file to write.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="The .onnx file, or with --to the folder."
+)
+@click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn or openvino.")
 @source_options
+@click.option("--inputs", "graph_inputs", metavar="X:0,...", help="Input tensors of a frozen .pb or a .meta.")
+@click.option("--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta.")
+@click.option("--signature", default="", help="Which signature of a SavedModel (serving_default).")
+@click.option("--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow graph.")
 @click.option("--opset", type=int, default=20, show_default=True, help="The opset the file will have, exactly.")
 @click.option("--no-simplify", is_flag=True, help="Leave the exporter's graph as it is.")
 @click.option("--no-cache", is_flag=True, help="Run every stage again.")
@@ -25,9 +32,14 @@ if TYPE_CHECKING:
 def command(
     source: str,
     out: Path,
+    to: str,
     inputs: tuple[str, ...],
     weights: Path | None,
     dims: tuple[str, ...],
+    graph_inputs: str | None,
+    graph_outputs: str | None,
+    signature: str,
+    strip_training_ops: bool,
     opset: int,
     no_simplify: bool,
     no_cache: bool,
@@ -36,16 +48,22 @@ def command(
     """Export SOURCE to ONNX and prove that it computes the same.
 
     SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, or a folder
-    written by transformers' save_pretrained.
+    written by transformers' save_pretrained; or TensorFlow's: a SavedModel folder, a Keras file (.keras, .h5, .hdf5), a
+    frozen graph (.pb) or TF1 checkpoint (.meta) with --inputs and --outputs, a TFLite file.
     """
     from accel.api.export import export
 
     artifact = export(
         source,
         out=out,
+        to=to,
         inputs=inputs or None,
         weights=weights,
         dims=read_dims(dims),
+        graph_inputs=_names(graph_inputs),
+        graph_outputs=_names(graph_outputs),
+        signature=signature,
+        strip_training_ops=strip_training_ops,
         opset=opset,
         simplify=not no_simplify,
         use_cache=not no_cache,
@@ -60,8 +78,9 @@ def command(
 
     def human() -> str:
         rung = next((s["notes"]["rung"] for s in artifact.history if "rung" in s["notes"]), "")
+        what = f"opset {artifact.properties['opset']}" if artifact.kind == "onnx" else artifact.kind
         lines = [
-            f"{artifact.path}: opset {artifact.properties['opset']}, {artifact.path.stat().st_size / 1e6:.1f} MB"
+            f"{artifact.path}: {what}, {sum(f.stat().st_size for f in artifact.files) / 1e6:.1f} MB"
             + (f", exporter {rung}" if rung else "")
         ]
         lines += [f"  in   {spec}" for spec in artifact.signature.inputs]
@@ -71,3 +90,7 @@ def command(
         return "\n".join(lines)
 
     say.result(body, human)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
