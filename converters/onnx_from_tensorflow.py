@@ -183,5 +183,5 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
                 f"pass --opset {opset_of(model)}"
             ) from error
     del model.graph.value_info[:]  # with symbols of the converter's own, which would win over the names of the dims
-    model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import)), 8)
+    model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
     return model

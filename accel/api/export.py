@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.errors import UnknownName, UnsupportedHere, UsageError
+from accel.errors import BadInputSpec, UnknownName, UnsupportedHere, UsageError
 from accel.sources import open_source
 from accel.stage import run_stage
 
 if TYPE_CHECKING:
+    from accel.converters.preprocess import PreprocessConfig
     from accel.sources.declare import Dims, Inputs
 
-MIN_OPSET, MAX_OPSET = 13, 23
+MIN_OPSET, MAX_OPSET, DEFAULT_OPSET = 13, 23, 20
 # What --to takes, with the main file of each in the folder -o.
 FORMATS = {
     "onnx": "",
@@ -37,7 +38,7 @@ def export(
     inputs: Inputs | None = None,
     weights: str | Path | None = None,
     dims: Dims | None = None,
-    opset: int = 20,
+    opset: int | None = None,
     simplify: bool = True,
     use_cache: bool = True,
     graph_inputs: Sequence[str] = (),
@@ -45,16 +46,19 @@ def export(
     signature: str = "",
     strip_training_ops: bool = False,
     to: str = "onnx",
+    preprocess: PreprocessConfig | None = None,
 ) -> Artifact:
     """Export ``source`` to the ONNX file ``out`` (its manifest goes beside it) and prove that it computes the same.
 
     ``to``: ``onnx``, or what ONNX becomes in the folder ``out``: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``.
 
     ``source``: ``package.module:factory``, ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, a
-    transformers folder; a SavedModel, a Keras file, a frozen ``.pb``, a TF1 ``.meta``, a ``.tflite``. ``inputs``: what
-    the model takes, where the source doesn't say: ``{"x": ("float32", ("batch", 3, 32, 32))}`` or
-    ``["x:float32[batch,3,32,32]"]``; a named dim is dynamic. ``weights``: a state dict for the
-    factory's model. ``dims``: ranges of dynamic dims as (min, opt, max). ``opset``: what the file will have, exactly.
+    transformers folder; a SavedModel, a Keras file, a frozen ``.pb``, a TF1 ``.meta``, a ``.tflite``; an ONNX file, to
+    change its opset, its shapes or what goes before and after it. ``inputs``: what the model takes, where the source
+    doesn't say: ``{"x": ("float32", ("batch", 3, 32, 32))}`` or ``["x:float32[batch,3,32,32]"]``; a named dim is
+    dynamic. ``weights``: a state dict for the factory's model. ``dims``: ranges of dynamic dims as (min, opt, max).
+    ``opset``: what the file will have, exactly;
+    by default 20, and of an ONNX file its own. ``preprocess``: what goes before and after the model, into the graph.
     ``graph_inputs``, ``graph_outputs``: tensor names (``x:0``) of a ``.pb`` or ``.meta``. ``signature``: which one of a
     SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it.
 
@@ -67,14 +71,20 @@ def export(
         raise UsageError(f"{out} has to end in .onnx")
     if to != "onnx" and (out.is_file() or out.suffix):
         raise UsageError(f"-o names a folder with --to {to}, {out} is none; write e.g. -o {out.stem}_{to}/")
-    if not MIN_OPSET <= opset <= MAX_OPSET:
+    if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedHere(f"opset {opset} can't be exported; pass --opset {MIN_OPSET} to {MAX_OPSET}")
     check_writable(out if to == "onnx" else out / FORMATS[to])
+    is_onnx = Path(source).suffix == ".onnx"
+    if is_onnx and not (to != "onnx" or opset or inputs or dims or preprocess):
+        raise UsageError(
+            f"{source} is onnx already; use accel optimize to make it faster, or say what is to change: --opset, "
+            "--input, --normalize, --postprocess, --to"
+        )
     src = open_source(
         source,
-        inputs=inputs,
+        inputs=None if is_onnx else inputs,
         weights=Path(weights) if weights else None,
-        dims=dims,
+        dims=None if is_onnx else dims,
         tensorflow={
             "graph_inputs": graph_inputs,
             "graph_outputs": graph_outputs,
@@ -82,16 +92,57 @@ def export(
             "strip_training_ops": strip_training_ops,
         },
     )
-    if src.kind == "onnx" and to == "onnx":
-        raise UnsupportedHere(f"{source} is onnx already; use accel optimize to make it faster")
     if src.kind not in (*_TO_ONNX, "onnx"):
         raise UnsupportedHere(f"{source} is {src.kind}, which nothing leads back from; export what it was made of")
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
-        made = src
-        if src.kind != "onnx":
-            made = _to_onnx(src, opset, simplify, cache, out if to == "onnx" else None)
+        # Only the last stage writes to the user's place.
+        first = out if to == "onnx" and preprocess is None else None
+        if src.kind == "onnx":
+            made = _as_asked(src, opset, inputs, dims, cache, first)
+        else:
+            made = _to_onnx(src, opset or DEFAULT_OPSET, simplify, cache, first)
+        if preprocess is not None:
+            made = _preprocessed(made, preprocess, cache, out if to == "onnx" else None)
         return made if to == "onnx" else _from_onnx(made, to, cache, out / FORMATS[to])
+
+
+def _as_asked(
+    src: Artifact, opset: int | None, inputs: Inputs | None, dims: Dims | None, cache: StageCache, out: Path | None
+) -> Artifact:
+    """An ONNX file with the opset and the shapes that were asked for; as it is where none were."""
+    from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
+    from accel.converters.onnx_from_torch import LIMITS
+    from accel.sources.declare import parse_dims, parse_inputs
+    from accel.verify.gates import OutputGate
+
+    if not (opset or inputs or dims or out):
+        return src
+    given = parse_inputs(inputs) if inputs else ()
+    ranges = parse_dims(dims or {})
+    known = {d for spec in (*given, *src.signature.inputs) for d in spec.shape if isinstance(d, str)}
+    if unknown := set(ranges) - known:
+        raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {', '.join(sorted(known))}")
+    gate = OutputGate(limit=LIMITS["fp32"])
+    config = OnnxFromOnnxConfig(opset=opset, inputs=given, dims=ranges)
+    return run_stage("onnx_from_onnx", src, config, gates=[gate], out=out, cache=cache)
+
+
+def _preprocessed(src: Artifact, config: PreprocessConfig, cache: StageCache, out: Path | None) -> Artifact:
+    from accel.converters.preprocess import image_input
+    from accel.verify.preprocess_gate import PreprocessGate
+
+    spec, axis = image_input(src.signature) if config.on_the_input else (None, 1)
+    gate = PreprocessGate(
+        image=spec.name if spec else "",
+        channels_axis=axis,
+        mean=config.mean,
+        std=config.std,
+        layout=config.layout,
+        resize=config.resize,
+        postprocess=config.postprocess,
+    )
+    return run_stage("preprocess", src, config, gates=[gate], out=out, cache=cache)
 
 
 def _to_onnx(src: Artifact, opset: int, simplify: bool, cache: StageCache, out: Path | None) -> Artifact:

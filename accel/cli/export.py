@@ -9,9 +9,11 @@ import click
 
 from accel.cli import output_options
 from accel.cli.options import read_dims, source_options
+from accel.errors import BadInputSpec
 
 if TYPE_CHECKING:
     from accel.cli import Output
+    from accel.converters.preprocess import PreprocessConfig
 
 
 @click.command("export")
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
 @click.option("--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta.")
 @click.option("--signature", default="", help="Which signature of a SavedModel (serving_default).")
 @click.option("--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow graph.")
-@click.option("--opset", type=int, default=20, show_default=True, help="The opset the file will have, exactly.")
+@click.option("--opset", type=int, help="The opset the file will have, exactly: 20, of an ONNX file its own.")
+@click.option("--normalize", metavar="MEAN,STD", help="Of pixels in 0..1; one number or one a channel: .5:.4:.3,.2.")
+@click.option("--layout", type=click.Choice(["NHWC", "NCHW"]), help="How images come in.")
+@click.option("--dtype", type=click.Choice(["uint8", "float32", "float16"]), help="What images come in as.")
+@click.option("--resize", metavar="HxW", help="Scale images of any size to this.")
+@click.option("--postprocess", metavar="softmax|argmax|topk:K", help="What is done with the one output.")
 @click.option("--no-simplify", is_flag=True, help="Leave the exporter's graph as it is.")
 @click.option("--no-cache", is_flag=True, help="Run every stage again.")
 @output_options
@@ -40,7 +47,12 @@ def command(
     graph_outputs: str | None,
     signature: str,
     strip_training_ops: bool,
-    opset: int,
+    opset: int | None,
+    normalize: str | None,
+    layout: str | None,
+    dtype: str | None,
+    resize: str | None,
+    postprocess: str | None,
     no_simplify: bool,
     no_cache: bool,
     say: Output,
@@ -65,6 +77,7 @@ def command(
         signature=signature,
         strip_training_ops=strip_training_ops,
         opset=opset,
+        preprocess=_preprocess(normalize, layout, dtype, resize, postprocess),
         simplify=not no_simplify,
         use_cache=not no_cache,
     )
@@ -94,3 +107,34 @@ def command(
 
 def _names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def _preprocess(
+    normalize: str | None, layout: str | None, dtype: str | None, resize: str | None, postprocess: str | None
+) -> PreprocessConfig | None:
+    if not (normalize or layout or dtype or resize or postprocess):
+        return None
+    from accel.converters.preprocess import PreprocessConfig, parse_postprocess
+
+    mean, std = _normalize(normalize) if normalize else ((), ())
+    size = None
+    if resize:
+        height, cross, width = resize.partition("x")
+        if not cross or not height.isdigit() or not width.isdigit() or not int(height) * int(width):
+            raise BadInputSpec(f"can't read --resize {resize!r}; write HEIGHTxWIDTH, e.g. 224x224")
+        size = (int(height), int(width))
+    if postprocess:
+        parse_postprocess(postprocess)
+    return PreprocessConfig(
+        mean=mean, std=std, layout=layout or "", dtype=dtype or "", resize=size, postprocess=postprocess or ""
+    )
+
+
+def _normalize(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    try:
+        mean, std = (tuple(float(number) for number in part.split(":")) for part in text.split(","))
+    except ValueError:
+        raise BadInputSpec(
+            f"can't read --normalize {text!r}; write MEAN,STD, with colons between channels: 0.485:0.456:0.406,0.2"
+        ) from None
+    return mean, std

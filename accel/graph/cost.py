@@ -148,7 +148,8 @@ def _bytes(tensor: onnx.TensorProto) -> int:
 
     if tensor.data_type == onnx.TensorProto.STRING:
         return sum(len(text) for text in tensor.string_data)
-    return math.prod(tensor.dims) * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    count: int = math.prod(tensor.dims)
+    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str, Shape], str]:
