@@ -24,6 +24,7 @@ KINDS = {
     ".onnx": "onnx",
     ".engine": "engine",
     ".xml": "openvino",
+    ".param": "ncnn",
 }
 
 
@@ -155,7 +156,9 @@ class Artifact:
     manifest: Manifest | None = None
     properties: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
-    companions: tuple[str, ...] = ()  # other files of the model, by name, in the same folder (.bin, external data)
+    companions: tuple[
+        str, ...
+    ] = ()  # other files of the model, relative to its folder (.bin, external data, variables)
     source: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -182,16 +185,16 @@ class Artifact:
     @property
     def files(self) -> tuple[Path, ...]:
         """The main file, then its companions."""
-        return (self.path, *(self.path.with_name(name) for name in self.companions))
+        return (self.path, *(self.path.parent / name for name in self.companions))
 
     def hashes(self) -> dict[str, str]:
         """sha256 by file name, main file first, read now."""
-        return {file.name: file_sha256(file) for file in self.files}
+        return {name: file_sha256(self.path.parent / name) for name in (self.path.name, *self.companions)}
 
     @property
     def digest(self) -> str:
         """One sha256 for what this is made of: a source names its own, a file is hashed."""
-        if "sha256" in self.source and self.manifest is None and self.kind == "torch":
+        if "sha256" in self.source and self.manifest is None and self.kind in ("torch", "tensorflow", "tflite"):
             return str(self.source["sha256"])
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
 
@@ -227,11 +230,13 @@ class Artifact:
             raise InvalidModel(f"{self.path} has no manifest yet and can't be published")
         out.parent.mkdir(parents=True, exist_ok=True)
         names = {self.path.name: out.name} | {name: name for name in self.companions}
-        if self.kind == "openvino":  # the runtime finds the weights by the name of the .xml
+        if self.kind in ("openvino", "ncnn"):  # the runtime finds the weights by the name of the main file
             names |= {name: out.with_suffix(Path(name).suffix).name for name in self.companions}
         for old, new in reversed(names.items()):
-            with beside(out.with_name(new)) as temporary:
-                shutil.copyfile(self.path.with_name(old), temporary)
+            target = out.parent / new
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with beside(target) as temporary:
+                shutil.copyfile(self.path.parent / old, temporary)
         files = {names[name]: sha for name, sha in self.manifest.files.items()}
         manifest = replace(self.manifest, files=files)
         manifest.write(manifest_path(out))

@@ -61,7 +61,8 @@ class Stage:
     """A row of the table. ``function`` and ``config`` are import strings, loaded at first use.
 
     ``takes``/``gives``: artifact kinds. ``packages``: distributions whose versions are part of the cache key.
-    ``may_change``: the parts of the contract this stage is there to change (``dtypes``, ``opset``, ``ir``).
+    ``may_change``: the parts of the contract this stage is there to change (``dtypes``, ``opset``, ``ir``, ``shapes``,
+    or the whole ``interface``: what goes in and comes out is then for the stage's own gate).
     ``suffix``: the ending of its output. ``version``: raised when the stage's own code changes its result.
     """
 
@@ -88,7 +89,48 @@ STAGES: tuple[Stage, ...] = (
         packages=("torch", "onnx", "onnxscript"),
     ),
     Stage(
+        name="onnx_from_tensorflow",
+        function="accel.converters.onnx_from_tensorflow:onnx_from_tensorflow",
+        config="accel.converters.onnx_from_tensorflow:OnnxFromTensorFlowConfig",
+        takes=("tensorflow",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("tensorflow-cpu", "tensorflow", "tf2onnx", "keras", "onnx"),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+    Stage(
+        name="onnx_from_tflite",
+        function="accel.converters.onnx_from_tensorflow:onnx_from_tensorflow",
+        config="accel.converters.onnx_from_tensorflow:OnnxFromTensorFlowConfig",
+        takes=("tflite",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("tensorflow-cpu", "tensorflow", "tf2onnx", "onnx"),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+    Stage(
+        name="onnx_from_onnx",
+        function="accel.converters.onnx_from_onnx:onnx_from_onnx",
+        config="accel.converters.onnx_from_onnx:OnnxFromOnnxConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx", "onnxruntime"),
+        may_change=frozenset({"opset", "ir", "shapes"}),
+    ),
+    Stage(
+        name="preprocess",
+        function="accel.converters.preprocess:preprocess",
+        config="accel.converters.preprocess:PreprocessConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx",),
+        may_change=frozenset({"interface"}),
+    ),
+    Stage(
         name="simplify",
+        version=2,
         function="accel.converters.simplify:simplify",
         config="accel.converters.simplify:SimplifyConfig",
         takes=("onnx",),
@@ -144,6 +186,36 @@ STAGES: tuple[Stage, ...] = (
         gives="openvino",
         suffix=".xml",
         packages=("onnx", "openvino"),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+    Stage(
+        name="ncnn_from_onnx",
+        function="accel.converters.ncnn_from_onnx:ncnn_from_onnx",
+        config="accel.converters.ncnn_from_onnx:NcnnFromOnnxConfig",
+        takes=("onnx",),
+        gives="ncnn",
+        suffix=".ncnn.param",
+        packages=("pnnx", "ncnn"),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+    Stage(
+        name="saved_model_from_onnx",
+        function="accel.converters.saved_model_from_onnx:saved_model_from_onnx",
+        config="accel.converters.saved_model_from_onnx:SavedModelFromOnnxConfig",
+        takes=("onnx",),
+        gives="tensorflow",
+        suffix=".pb",
+        packages=("onnx2tf", "tensorflow-cpu", "tensorflow"),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+    Stage(
+        name="tflite_from_saved_model",
+        function="accel.converters.saved_model_from_onnx:tflite_from_saved_model",
+        config="accel.converters.saved_model_from_onnx:TfliteFromSavedModelConfig",
+        takes=("tensorflow",),
+        gives="tflite",
+        suffix=".tflite",
+        packages=("tensorflow-cpu", "tensorflow"),
         may_change=frozenset({"opset", "ir"}),
     ),
 )
@@ -334,11 +406,13 @@ def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Art
     asked = getattr(config, "opset", None)
     for name, wanted in (("opset", asked or src.properties.get("opset")), ("ir", src.properties.get("ir"))):
         has = properties.get(name)
-        if wanted is not None and has is not None and has != wanted and (asked or name not in stage.may_change):
+        asked_for = name == "opset" and bool(asked)
+        if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
             raise SignatureDrift(f"{where} gave {name} {has} where {wanted} was to be; ask for --{name} {has} instead")
     # The stage may narrow the ranges (an engine's profile); a file's own bytes don't hold them.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
-    values = {spec.name: spec.values for spec in src.signature.inputs}
+    known = result.signature if "interface" in stage.may_change else src.signature
+    values = {spec.name: spec.values for spec in known.inputs}
     inputs = tuple(replace(spec, values=values.get(spec.name)) for spec in found.inputs)
     return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)
 
@@ -350,6 +424,8 @@ def _compare_specs(
     found: Sequence[TensorSpec],
     may_change: frozenset[str],
 ) -> None:
+    if "interface" in may_change:
+        return
     have = {spec.name: spec for spec in found}
     for spec in wanted:
         if spec.name not in have:
@@ -357,6 +433,8 @@ def _compare_specs(
         other = have[spec.name]
         if spec.dtype != other.dtype and "dtypes" not in may_change:
             raise SignatureDrift(f"{where} made the {role} {spec.name!r} {other.dtype}, it has to stay {spec.dtype}")
+        if "shapes" in may_change:
+            continue
         if len(spec.shape) != len(other.shape):
             raise SignatureDrift(f"{where} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
         for dim, now in zip(spec.shape, other.shape, strict=True):

@@ -7,20 +7,18 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel.artifact import Artifact
+from accel.converters.onnx_names import rename_values
 from accel.errors import AccelError, ExportFailed
 from accel.progress import report
 from accel.sources.onnx_file import describe, one_line
 from accel.stage import Stage, StageConfig, check_contract, get_stage
 from accel.verify.gates import OutputGate, worst_result
-
-if TYPE_CHECKING:
-    import onnx
 
 # Rewriting a float32 graph moves the result by a few units in the last place of each sum.
 FP32_LIMIT = 1e-4
@@ -202,7 +200,7 @@ def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
     rename = {**{name: f"{name}_inner" for name in wanted.values() if name in taken}, **wanted}
     for name in (spec.name for spec in src.signature.inputs):
         rename.pop(name, None)
-    _rename_values(model.graph, rename)
+    rename_values(model.graph, rename)
     specs = {spec.name: spec for spec in (*src.signature.inputs, *src.signature.outputs)}
     symbols: dict[str, str] = {}
     for value in (*model.graph.input, *model.graph.output):
@@ -216,18 +214,6 @@ def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
             if dim.dim_param in symbols:
                 dim.dim_param = symbols[dim.dim_param]
     onnx.save(model, str(out))
-
-
-def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    for node in graph.node:
-        for field in (node.input, node.output):
-            for index, name in enumerate(field):
-                field[index] = names.get(name, name)
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                _rename_values(inner, names)
-    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        value.name = names.get(value.name, value.name)
 
 
 def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:

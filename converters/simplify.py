@@ -78,9 +78,25 @@ def run_onnxsim(path: Path, out: Path, skip: list[str]) -> None:
     own = [prop for prop in after.metadata_props if not prop.key.startswith("onnxsim.")]
     del after.metadata_props[:]
     after.metadata_props.extend(own)
+    _restore_dims(before, after)
     after.ir_version = before.ir_version
     after.producer_name, after.producer_version = before.producer_name, before.producer_version
     write_onnx(after, out)
+
+
+def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+    """Give the dims of ``after`` the names they had: onnxsim calls a dim that a Reshape finds anew ``unk__0``, and
+    where that is the batch, the batch as well."""
+    had = {value.name: value for value in before.graph.input}
+    names: dict[str, str] = {}
+    for value in after.graph.input:
+        if value.name in had:
+            dims = zip(had[value.name].type.tensor_type.shape.dim, value.type.tensor_type.shape.dim, strict=False)
+            names |= {now.dim_param: was.dim_param for was, now in dims if now.dim_param and was.dim_param}
+    for value in (*after.graph.input, *after.graph.output, *after.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in names:
+                dim.dim_param = names[dim.dim_param]
 
 
 def _drift(before: onnx.ModelProto, after: onnx.ModelProto) -> str | None:

@@ -13,6 +13,7 @@ from accel.bench.report import BenchReport
 from accel.errors import BadData, BadSource, UnknownName, UsageError
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.sources import main_file, open_source
+from accel.sources.tensorflow_source import saved_model_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # Batches of the user's data that are run in turn: enough to average over their contents.
 _DATA_BATCHES = 8
+# These sessions keep their library out of this process; one that is timed is in a process of its own already.
+_OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
 Model = str | Path | Artifact
@@ -70,7 +73,8 @@ def bench(
         runtimes = [default_runtime(artifact).name, *(also if artifact.kind == "torch" else ())]
         for runtime in dict.fromkeys(runtimes):
             name = _name(artifact, runtime, {c.name for c in ready})
-            ready.append(Candidate(name=name, artifact=artifact, runtime=runtime))
+            opener = _OPENERS.get(artifact.kind, Candidate.opener)
+            ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
         raise UsageError(f"{also[0]} runs PyTorch sources and none was given; name one with --against")
     return measure(
@@ -97,7 +101,8 @@ def _open(model: Model, inputs: Inputs | None, weights: Path | None, dims: Dims 
         return model
     path = Path(model)
     ready = path.suffix in KINDS or (path.is_dir() and main_file(path) is not None)
-    if path.is_dir() and not ready and not (path / "config.json").is_file():
+    known = (path / "config.json").is_file() or saved_model_file(path) is not None
+    if path.is_dir() and not ready and not known:
         raise BadSource(f"{path} holds no artifact; make one with accel optimize -o {path}")
     # What says what goes into a source has nothing to say to a file that knows.
     return open_source(path) if ready else open_source(model, inputs=inputs, weights=weights, dims=dims)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,14 +10,25 @@ from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.errors import UnsupportedHere, UsageError
+from accel.errors import BadInputSpec, UnknownName, UnsupportedHere, UsageError
 from accel.sources import open_source
 from accel.stage import run_stage
 
 if TYPE_CHECKING:
+    from accel.converters.preprocess import PreprocessConfig
     from accel.sources.declare import Dims, Inputs
 
-MIN_OPSET, MAX_OPSET = 13, 23
+MIN_OPSET, MAX_OPSET, DEFAULT_OPSET = 13, 23, 20
+# What --to takes, with the main file of each in the folder -o.
+FORMATS = {
+    "onnx": "",
+    "saved_model": "saved_model.pb",
+    "tflite": "model.tflite",
+    "ncnn": "model.ncnn.param",
+    "openvino": "model.xml",
+}
+# The stage that makes ONNX of each kind of source.
+_TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
 
 
 def export(
@@ -26,41 +38,149 @@ def export(
     inputs: Inputs | None = None,
     weights: str | Path | None = None,
     dims: Dims | None = None,
-    opset: int = 20,
+    opset: int | None = None,
     simplify: bool = True,
     use_cache: bool = True,
+    graph_inputs: Sequence[str] = (),
+    graph_outputs: Sequence[str] = (),
+    signature: str = "",
+    strip_training_ops: bool = False,
+    to: str = "onnx",
+    preprocess: PreprocessConfig | None = None,
 ) -> Artifact:
     """Export ``source`` to the ONNX file ``out`` (its manifest goes beside it) and prove that it computes the same.
 
+    ``to``: ``onnx``, or what ONNX becomes in the folder ``out``: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``.
+
     ``source``: ``package.module:factory``, ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, a
-    transformers folder. ``inputs``: what the model takes, where the source doesn't say: ``{"x": ("float32", ("batch",
-    3, 32, 32))}`` or ``["x:float32[batch,3,32,32]"]``; a named dim is dynamic. ``weights``: a state dict or a training
-    checkpoint for the factory's model (``docs/checkpoints.md``). ``dims``: ranges of dynamic dims as (min, opt, max).
-    ``opset``: what the file will have, exactly.
+    transformers folder; a SavedModel, a Keras file, a frozen ``.pb``, a TF1 ``.meta``, a ``.tflite``; an ONNX file, to
+    change its opset, its shapes or what goes before and after it. ``inputs``: what the model takes, where the source
+    doesn't say: ``{"x": ("float32", ("batch", 3, 32, 32))}`` or ``["x:float32[batch,3,32,32]"]``; a named dim is
+    dynamic. ``weights``: a state dict or a training checkpoint for the factory's model (``docs/checkpoints.md``).
+    ``dims``: ranges of dynamic dims as (min, opt, max). ``opset``: what the file will have, exactly;
+    by default 20, and of an ONNX file its own. ``preprocess``: what goes before and after the model, into the graph.
+    ``graph_inputs``, ``graph_outputs``: tensor names (``x:0``) of a ``.pb`` or ``.meta``. ``signature``: which one of a
+    SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it.
 
     Raises ``BadSource``, ``BadInputSpec``, ``ExportFailed`` (no exporter gave a right model), ``GateFailed``.
     """
+    out = Path(out)
+    if to not in FORMATS:
+        raise UnknownName(f"unknown format {to!r}; --to takes {', '.join(FORMATS)}")
+    if to == "onnx" and out.suffix != ".onnx":
+        raise UsageError(f"{out} has to end in .onnx")
+    if to != "onnx" and (out.is_file() or out.suffix):
+        raise UsageError(f"-o names a folder with --to {to}, {out} is none; write e.g. -o {out.stem}_{to}/")
+    if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
+        raise UnsupportedHere(f"opset {opset} can't be exported; pass --opset {MIN_OPSET} to {MAX_OPSET}")
+    check_writable(out if to == "onnx" else out / FORMATS[to])
+    is_onnx = Path(source).suffix == ".onnx"
+    if is_onnx and not (to != "onnx" or opset or inputs or dims or preprocess):
+        raise UsageError(
+            f"{source} is onnx already; use accel optimize to make it faster, or say what is to change: --opset, "
+            "--input, --normalize, --postprocess, --to"
+        )
+    src = open_source(
+        source,
+        inputs=None if is_onnx else inputs,
+        weights=Path(weights) if weights else None,
+        dims=None if is_onnx else dims,
+        tensorflow={
+            "graph_inputs": graph_inputs,
+            "graph_outputs": graph_outputs,
+            "signature": signature,
+            "strip_training_ops": strip_training_ops,
+        },
+    )
+    if src.kind not in (*_TO_ONNX, "onnx"):
+        raise UnsupportedHere(f"{source} is {src.kind}, which nothing leads back from; export what it was made of")
+    with ExitStack() as stack:
+        cache = open_cache(stack, use_cache)
+        # Only the last stage writes to the user's place.
+        first = out if to == "onnx" and preprocess is None else None
+        if src.kind == "onnx":
+            made = _as_asked(src, opset, inputs, dims, cache, first)
+        else:
+            made = _to_onnx(src, opset or DEFAULT_OPSET, simplify, cache, first)
+        if preprocess is not None:
+            made = _preprocessed(made, preprocess, cache, out if to == "onnx" else None)
+        return made if to == "onnx" else _from_onnx(made, to, cache, out / FORMATS[to])
+
+
+def _as_asked(
+    src: Artifact, opset: int | None, inputs: Inputs | None, dims: Dims | None, cache: StageCache, out: Path | None
+) -> Artifact:
+    """An ONNX file with the opset and the shapes that were asked for; as it is where none were."""
+    from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
+    from accel.converters.onnx_from_torch import LIMITS
+    from accel.sources.declare import parse_dims, parse_inputs
+    from accel.verify.gates import OutputGate
+
+    if not (opset or inputs or dims or out):
+        return src
+    given = parse_inputs(inputs) if inputs else ()
+    ranges = parse_dims(dims or {})
+    known = {d for spec in (*given, *src.signature.inputs) for d in spec.shape if isinstance(d, str)}
+    if unknown := set(ranges) - known:
+        raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {', '.join(sorted(known))}")
+    gate = OutputGate(limit=LIMITS["fp32"])
+    config = OnnxFromOnnxConfig(opset=opset, inputs=given, dims=ranges)
+    return run_stage("onnx_from_onnx", src, config, gates=[gate], out=out, cache=cache)
+
+
+def _preprocessed(src: Artifact, config: PreprocessConfig, cache: StageCache, out: Path | None) -> Artifact:
+    from accel.converters.preprocess import image_input
+    from accel.verify.preprocess_gate import PreprocessGate
+
+    spec, axis = image_input(src.signature) if config.on_the_input else (None, 1)
+    gate = PreprocessGate(
+        image=spec.name if spec else "",
+        channels_axis=axis,
+        mean=config.mean,
+        std=config.std,
+        layout=config.layout,
+        resize=config.resize,
+        postprocess=config.postprocess,
+    )
+    return run_stage("preprocess", src, config, gates=[gate], out=out, cache=cache)
+
+
+def _to_onnx(src: Artifact, opset: int, simplify: bool, cache: StageCache, out: Path | None) -> Artifact:
+    from accel.converters.onnx_from_tensorflow import TFLITE_INT8_LIMIT, OnnxFromTensorFlowConfig
     from accel.converters.onnx_from_torch import LIMITS, OnnxFromTorchConfig
     from accel.converters.simplify import SimplifyConfig
     from accel.verify.gates import OutputGate
 
-    out = Path(out)
-    if out.suffix != ".onnx":
-        raise UsageError(f"{out} has to end in .onnx")
-    if not MIN_OPSET <= opset <= MAX_OPSET:
-        raise UnsupportedHere(f"opset {opset} can't be exported; pass --opset {MIN_OPSET} to {MAX_OPSET}")
-    check_writable(out)
-    src = open_source(source, inputs=inputs, weights=Path(weights) if weights else None, dims=dims)
-    if src.kind != "torch":
-        raise UnsupportedHere(f"{source} is {src.kind} already; use accel optimize to make it faster")
-    gates = [OutputGate(limit=LIMITS[src.properties.get("precision", "fp32")])]
-    with ExitStack() as stack:
-        cache = open_cache(stack, use_cache)
-        config = OnnxFromTorchConfig(opset=opset)
-        if not simplify:
-            return run_stage("onnx_from_torch", src, config, gates=gates, out=out, cache=cache)
-        exported = run_stage("onnx_from_torch", src, config, gates=gates, cache=cache)
-        return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
+    precision = src.properties.get("precision", "fp32")
+    limit = TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision]
+    gates = [OutputGate(limit=limit)]
+    stage = _TO_ONNX[src.kind]
+    config = OnnxFromTorchConfig(opset=opset) if src.kind == "torch" else OnnxFromTensorFlowConfig(opset=opset)
+    if not simplify:
+        return run_stage(stage, src, config, gates=gates, out=out, cache=cache)
+    exported = run_stage(stage, src, config, gates=gates, cache=cache)
+    if precision == "int8":  # what is compared from here on are two ONNX files
+        gates = [OutputGate(limit=LIMITS["fp32"])]
+    return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
+
+
+def _from_onnx(src: Artifact, to: str, cache: StageCache, out: Path) -> Artifact:
+    from accel.converters.ncnn_from_onnx import NcnnFromOnnxConfig
+    from accel.converters.onnx_from_torch import LIMITS
+    from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+    from accel.converters.saved_model_from_onnx import SavedModelFromOnnxConfig, TfliteFromSavedModelConfig
+    from accel.verify.gates import OutputGate
+
+    gates = [OutputGate(limit=LIMITS.get(src.properties.get("precision", "fp32"), LIMITS["fp32"]))]
+    if to == "ncnn":
+        return run_stage("ncnn_from_onnx", src, NcnnFromOnnxConfig(), gates=gates, out=out, cache=cache)
+    if to == "openvino":
+        return run_stage("openvino_from_onnx", src, OpenVinoFromOnnxConfig(), gates=gates, out=out, cache=cache)
+    saved_out = out if to == "saved_model" else None
+    saved = run_stage("saved_model_from_onnx", src, SavedModelFromOnnxConfig(), gates=gates, out=saved_out, cache=cache)
+    if to == "saved_model":
+        return saved
+    return run_stage("tflite_from_saved_model", saved, TfliteFromSavedModelConfig(), gates=gates, out=out, cache=cache)
 
 
 def open_cache(stack: ExitStack, use_cache: bool) -> StageCache:

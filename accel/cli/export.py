@@ -9,26 +9,50 @@ import click
 
 from accel.cli import output_options
 from accel.cli.options import read_dims, source_options
+from accel.errors import BadInputSpec
 
 if TYPE_CHECKING:
     from accel.cli import Output
+    from accel.converters.preprocess import PreprocessConfig
 
 
 @click.command("export")
 @click.argument("source")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The .onnx file to write.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="The .onnx file, or with --to the folder."
+)
+@click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn or openvino.")
 @source_options
-@click.option("--opset", type=int, default=20, show_default=True, help="The opset the file will have, exactly.")
+@click.option("--inputs", "graph_inputs", metavar="X:0,...", help="Input tensors of a frozen .pb or a .meta.")
+@click.option("--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta.")
+@click.option("--signature", default="", help="Which signature of a SavedModel (serving_default).")
+@click.option("--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow graph.")
+@click.option("--opset", type=int, help="The opset the file will have, exactly: 20, of an ONNX file its own.")
+@click.option("--normalize", metavar="MEAN,STD", help="Of pixels in 0..1; one number or one a channel: .5:.4:.3,.2.")
+@click.option("--layout", type=click.Choice(["NHWC", "NCHW"]), help="How images come in.")
+@click.option("--dtype", type=click.Choice(["uint8", "float32", "float16"]), help="What images come in as.")
+@click.option("--resize", metavar="HxW", help="Scale images of any size to this.")
+@click.option("--postprocess", metavar="softmax|argmax|topk:K", help="What is done with the one output.")
 @click.option("--no-simplify", is_flag=True, help="Leave the exporter's graph as it is.")
 @click.option("--no-cache", is_flag=True, help="Run every stage again.")
 @output_options
 def command(
     source: str,
     out: Path,
+    to: str,
     inputs: tuple[str, ...],
     weights: Path | None,
     dims: tuple[str, ...],
-    opset: int,
+    graph_inputs: str | None,
+    graph_outputs: str | None,
+    signature: str,
+    strip_training_ops: bool,
+    opset: int | None,
+    normalize: str | None,
+    layout: str | None,
+    dtype: str | None,
+    resize: str | None,
+    postprocess: str | None,
     no_simplify: bool,
     no_cache: bool,
     say: Output,
@@ -36,17 +60,24 @@ def command(
     """Export SOURCE to ONNX and prove that it computes the same.
 
     SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, or a folder
-    written by transformers' save_pretrained.
+    written by transformers' save_pretrained; or TensorFlow's: a SavedModel folder, a Keras file (.keras, .h5, .hdf5), a
+    frozen graph (.pb) or TF1 checkpoint (.meta) with --inputs and --outputs, a TFLite file.
     """
     from accel.api.export import export
 
     artifact = export(
         source,
         out=out,
+        to=to,
         inputs=inputs or None,
         weights=weights,
         dims=read_dims(dims),
+        graph_inputs=_names(graph_inputs),
+        graph_outputs=_names(graph_outputs),
+        signature=signature,
+        strip_training_ops=strip_training_ops,
         opset=opset,
+        preprocess=_preprocess(normalize, layout, dtype, resize, postprocess),
         simplify=not no_simplify,
         use_cache=not no_cache,
     )
@@ -60,8 +91,9 @@ def command(
 
     def human() -> str:
         rung = next((s["notes"]["rung"] for s in artifact.history if "rung" in s["notes"]), "")
+        what = f"opset {artifact.properties['opset']}" if artifact.kind == "onnx" else artifact.kind
         lines = [
-            f"{artifact.path}: opset {artifact.properties['opset']}, {artifact.path.stat().st_size / 1e6:.1f} MB"
+            f"{artifact.path}: {what}, {sum(f.stat().st_size for f in artifact.files) / 1e6:.1f} MB"
             + (f", exporter {rung}" if rung else "")
         ]
         lines += [f"  in   {spec}" for spec in artifact.signature.inputs]
@@ -71,3 +103,38 @@ def command(
         return "\n".join(lines)
 
     say.result(body, human)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def _preprocess(
+    normalize: str | None, layout: str | None, dtype: str | None, resize: str | None, postprocess: str | None
+) -> PreprocessConfig | None:
+    if not (normalize or layout or dtype or resize or postprocess):
+        return None
+    from accel.converters.preprocess import PreprocessConfig, parse_postprocess
+
+    mean, std = _normalize(normalize) if normalize else ((), ())
+    size = None
+    if resize:
+        height, cross, width = resize.partition("x")
+        if not cross or not height.isdigit() or not width.isdigit() or not int(height) * int(width):
+            raise BadInputSpec(f"can't read --resize {resize!r}; write HEIGHTxWIDTH, e.g. 224x224")
+        size = (int(height), int(width))
+    if postprocess:
+        parse_postprocess(postprocess)
+    return PreprocessConfig(
+        mean=mean, std=std, layout=layout or "", dtype=dtype or "", resize=size, postprocess=postprocess or ""
+    )
+
+
+def _normalize(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    try:
+        mean, std = (tuple(float(number) for number in part.split(":")) for part in text.split(","))
+    except ValueError:
+        raise BadInputSpec(
+            f"can't read --normalize {text!r}; write MEAN,STD, with colons between channels: 0.485:0.456:0.406,0.2"
+        ) from None
+    return mean, std

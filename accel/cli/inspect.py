@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from accel.cli import output_options
+from accel.cli.options import read_sizes
 
 if TYPE_CHECKING:
     from accel.api.inspect import Inspection
@@ -17,12 +19,15 @@ if TYPE_CHECKING:
 @click.command("inspect")
 @click.argument("model")
 @click.option("--check", is_flag=True, help="Compute every hash of the chain anew; exit code 1 where one differs.")
+@click.option("--graph", "page", type=click.Path(path_type=Path), help="Write an HTML page that shows the graph.")
+@click.option("--against", help="A second model, shown beside it on the page with what changed.")
+@click.option("--sizes", metavar="NAME=SIZE,...", help="The shape that FLOPs are counted at: batch=1,sequence=128.")
 @output_options
-def command(model: str, check: bool, say: Output) -> None:
-    """Show what MODEL is, how it came to be and what was proven about it."""
+def command(model: str, check: bool, page: Path | None, against: str | None, sizes: str | None, say: Output) -> None:
+    """Show what MODEL is, what it costs, how it came to be and what was proven about it."""
     from accel.api.inspect import inspect
 
-    found = inspect(model, check=check)
+    found = inspect(model, check=check, page=page, against=against, sizes=read_sizes(sizes) or None)
     say.result(found.to_json(), lambda: _human(found))
     if found.intact is False:
         names = ", ".join(f"{link.what} {link.path}".strip() for link in found.changed) or "a file of the artifact"
@@ -62,4 +67,27 @@ def _human(found: Inspection) -> Any:
     if found.graph:
         counts = ", ".join(f"{op} {n}" for op, n in list(found.graph["operators"].items())[:12])
         parts.append(f"{found.graph['nodes']} nodes, {found.graph['parameters']:,} parameters: {counts}")
+        parts += _cost(found.graph)
     return Group(*parts)
+
+
+def _cost(graph: dict[str, Any]) -> list[Any]:
+    """FLOPs by operator, the most expensive nodes, and what looks odd."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    sizes = ", ".join(f"{name}={size}" for name, size in graph["sizes"].items()) or "its fixed shape"
+    total = graph["flops"] or 1
+    shares = ", ".join(f"{op} {n / total:.0%}" for op, n in list(graph["flops_by_operator"].items())[:6])
+    weights = ", ".join(f"{name} {n / 1e6:.1f} MB" for name, n in graph["weight_bytes"].items())
+    text = f"{graph['flops'] / 1e9:.3g} GFLOPs at {sizes}: {shares}\nweights: {weights}"
+    text += f"; quantized products: {graph['quantized_share']:.0%}"
+    nodes = Table(title="most expensive", title_justify="left")
+    for column in ("node", "operator", "MFLOPs", "share", "output"):
+        nodes.add_column(column, overflow="fold")
+    for node in graph["most_expensive"]:
+        shape = "x".join(map(str, node["shape"] or ()))
+        share = f"{node['flops'] / total:.1%}"
+        nodes.add_row(escape(node["name"]), node["operator"], f"{node['flops'] / 1e6:.2f}", share, shape)
+    parts: list[Any] = [escape(text), nodes] if graph["most_expensive"] else [escape(text)]
+    return parts + [escape(f"warning: {line}") for line in graph["warnings"]]

@@ -138,6 +138,20 @@ RUNTIMES: dict[str, Runtime] = {
             extra=None,
         ),
         Runtime(
+            name="tensorflow",
+            session="accel.runtimes.tensorflow:TensorFlowSession",
+            kinds=("tensorflow",),
+            module="tensorflow",
+            extra="tensorflow",
+        ),
+        Runtime(
+            name="tflite",
+            session="accel.runtimes.tensorflow:TensorFlowSession",
+            kinds=("tflite",),
+            module="tensorflow",
+            extra="tensorflow",
+        ),
+        Runtime(
             name="onnxruntime",
             session="accel.runtimes.onnxruntime:OnnxRuntimeSession",
             kinds=("onnx",),
@@ -165,6 +179,13 @@ RUNTIMES: dict[str, Runtime] = {
             kinds=("openvino",),
             module="openvino",
             extra="openvino",
+        ),
+        Runtime(
+            name="ncnn",
+            session="accel.runtimes.ncnn:NcnnSession",
+            kinds=("ncnn",),
+            module="ncnn",
+            extra="ncnn",
         ),
         Runtime(
             name="tensorrt",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from accel.artifact import KINDS, Artifact
+from accel.artifact import KINDS, Artifact, manifest_path
 from accel.errors import BadSource, UsageError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
 
 # The main file of an artifact that is a folder (accel optimize writes these), in the order they are looked for.
-MAIN_FILES = ("model.onnx", "model.xml", "model.engine")
+MAIN_FILES = ("model.onnx", "model.xml", "model.engine", "model.tflite", "model.ncnn.param", "saved_model.pb")
 
 # What accel optimize writes beside it: every candidate, what it measured, and which one it took.
 REPORT = "optimize.json"
@@ -37,10 +37,12 @@ def open_source(
     inputs: Inputs | None = None,
     weights: Path | None = None,
     dims: Dims | None = None,
+    tensorflow: Mapping[str, Any] | None = None,
 ) -> Artifact:
     """Whatever the user named, as an artifact: an artifact file or the folder it is in, an ONNX file from anywhere
-    (``inputs`` then says no more than which integers an input takes and which dims have one size), or a PyTorch source
-    (see ``torch_source.open_torch``).
+    (``inputs`` then says no more than which integers an input takes and which dims have one size), a TensorFlow source
+    (``tensorflow``: what ``tensorflow_source.open_tensorflow`` takes beside inputs and dims), or a PyTorch source (see
+    ``torch_source.open_torch``).
 
     Raises ``BadSource`` (and ``InvalidModel``) where it can't be found, read or understood.
     """
@@ -52,10 +54,10 @@ def open_source(
     ranges: Mapping[str, DimRange] = parse_dims(dims or {})
     if path.is_dir():
         path = main_file(path) or path
-    if path.suffix in KINDS:
+    if path.suffix in KINDS or (manifest_path(path).is_file() and path.suffix in (".tflite", ".pb")):
         if weights:
             raise UsageError(f"{path} has its own weights; leave out --weights")
-        if KINDS[path.suffix] == "onnx":
+        if KINDS.get(path.suffix) == "onnx":
             from accel.sources.declare import parse_inputs
             from accel.sources.onnx_file import open_onnx
 
@@ -65,6 +67,15 @@ def open_source(
         if not path.is_file():
             raise BadSource(f"{path} does not exist; check the path")
         return Artifact.open(path)
+    from accel.sources.tensorflow_source import form_of, open_tensorflow
+
+    if form_of(text) is not None:
+        if weights:
+            raise UsageError(f"{text} has its own weights; leave out --weights")
+        return open_tensorflow(text, inputs=inputs, dims=ranges, **(tensorflow or {}))
+    if given := [name for name, value in (tensorflow or {}).items() if value]:
+        option = {"graph_inputs": "inputs", "graph_outputs": "outputs"}.get(given[0], given[0].replace("_", "-"))
+        raise UsageError(f"{text} is no TensorFlow model; leave out --{option}")
     from accel.sources.torch_source import open_torch
 
     return open_torch(text, inputs=inputs, weights=weights, dims=ranges)

@@ -102,7 +102,8 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
         if dim.HasField("dim_value") and dim.dim_value >= 0:
             shape.append(int(dim.dim_value))
         else:
-            shape.append(dim.dim_param or f"{value.name}_{axis}")
+            # Some exporters write "?" for every dim they don't know: no two of them are the same dim.
+            shape.append(dim.dim_param if dim.dim_param not in ("", "?") else f"{value.name}_{axis}")
     return TensorSpec(value.name, dtype, tuple(shape))
 
 

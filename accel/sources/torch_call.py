@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.errors import BadInputSpec, BadSource
-from accel.signature import Dim, Signature, TensorSpec
+from accel.signature import Signature, TensorSpec
+from accel.sources.output_specs import output_specs, probe_cases
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,11 +119,7 @@ def discover_outputs(
     Raises ``BadSource`` where it can't run at a size that the signature promises.
     """
     named = NamedModule(module, [spec.name for spec in signature.inputs])
-    cases = [dict(signature.sizes())]
-    for dim, bounds in signature.dims.items():
-        size = next((s for s in (bounds.opt + 1, bounds.opt + 2, bounds.opt - 1, bounds.opt - 2) if s <= bounds.max), 0)
-        if size >= bounds.min and size != bounds.opt:
-            cases.append(signature.sizes(**{dim: size}))
+    cases = probe_cases(signature)
     runs = []
     for sizes in cases:
         feeds = signature.example_inputs(**sizes)
@@ -137,19 +134,4 @@ def discover_outputs(
         raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
     if names and len(names) != len(first):
         raise BadInputSpec(f"{where} returns {len(first)} tensors ({', '.join(first)}), {len(names)} names were given")
-    specs = []
-    for index, (name, value) in enumerate(first.items()):
-        if any(run[name].ndim != value.ndim for run in runs):
-            raise BadSource(
-                f"the output {name!r} of {where} changes its rank with the input's size; that can't be exported"
-            )
-        shape: list[Dim] = []
-        for axis in range(value.ndim):
-            sizes_seen = [run[name].shape[axis] for run in runs]
-            if len(set(sizes_seen)) == 1:
-                shape.append(sizes_seen[0])
-            else:
-                same = [d for d in signature.dims if [case[d] for case in cases] == sizes_seen]
-                shape.append(same[0] if same else f"{name}_{axis}")
-        specs.append(TensorSpec(names[index] if names else name, str(value.dtype), tuple(shape)))
-    return tuple(specs)
+    return output_specs(signature, cases, runs, where, dict(zip(first, names, strict=False)))

@@ -37,7 +37,7 @@ def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Lin
     if manifest is None:
         raise ChainBroken(f"{artifact.path} has no manifest, so nothing is recorded to check it against")
     cache = cache or StageCache()
-    links = [_file("artifact", artifact.path.with_name(name), sha) for name, sha in manifest.files.items()]
+    links = [_file("artifact", artifact.path.parent / name, sha) for name, sha in manifest.files.items()]
     links.append(_sidecar("manifest", artifact.path))
     links += _continuity(manifest)
     for record in reversed(manifest.stages):
@@ -110,7 +110,7 @@ def _given(record: Any, cache: StageCache) -> list[Link]:
         return [_file(what, path, record["input"])]
     links = [_sidecar(f"manifest of {path.name}", path)]
     try:
-        files = [path.with_name(name) for name in Manifest.read(manifest_path(path)).files]
+        files = [path.parent / name for name in Manifest.read(manifest_path(path)).files]
     except ChainBroken:
         files = [path]
     found = combined_sha256([file_sha256(f) if f.is_file() else "" for f in files])

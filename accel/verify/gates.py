@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed
 from accel.progress import report
 from accel.runtimes.base import BaseSession, Session, default_runtime, open_session
+from accel.signature import Signature
 from accel.stage import GateResult, path_sha256
 from accel.verify.compare import Difference, compare
 from accel.verify.data import Dataset
@@ -71,10 +72,12 @@ class OutputGate:
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         dataset = Dataset.load(self.data, src.signature) if self.data else None
 
-        def feeds(seed: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-            return dataset.shaped(sizes, seed) if dataset else src.signature.example_inputs(seed=seed, **sizes)
+        common = _what_both_take(src.signature, out.signature)
 
-        cases = out.signature.cases()
+        def feeds(seed: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+            return dataset.shaped(sizes, seed) if dataset else common.example_inputs(seed=seed, **sizes)
+
+        cases = common.cases()
         for index, sizes in enumerate(cases):
             yield _case_name(sizes), feeds(index, sizes)
         for seed in range(len(cases), len(cases) + self.seeds - 1):
@@ -96,6 +99,18 @@ class OutputGate:
             passed=passed,
             note=note,
         )
+
+
+def _what_both_take(src: Signature, out: Signature) -> Signature:
+    """The inputs of ``src`` in the shapes and ranges of ``out``; where only one of them has a fixed dim, that one."""
+    theirs = {spec.name: spec for spec in out.inputs}
+    inputs = []
+    for spec in src.inputs:
+        other = theirs.get(spec.name, spec).shape
+        shape = tuple(a if isinstance(a, int) else b for a, b in zip(spec.shape, other, strict=True))
+        inputs.append(replace(spec, shape=shape))
+    bare = Signature(tuple(inputs))
+    return bare.with_dims({d: r for d, r in out.dims.items() if d in bare.dims})
 
 
 def _case_name(sizes: Mapping[str, int]) -> str:

@@ -1,0 +1,1 @@
+"""What a graph costs, and a page that shows it."""

@@ -1,0 +1,238 @@
+"""How much work an ONNX graph is, node by node, at one size of its dynamic dims."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel.signature import Signature
+
+if TYPE_CHECKING:
+    import onnx
+
+Shape = tuple[int, ...]
+
+_FREE = frozenset(
+    {
+        "Constant", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Shape", "Size", "Transpose", "Concat",
+        "Split", "Slice", "Gather", "GatherElements", "GatherND", "Expand", "Tile", "Cast", "Pad", "ConstantOfShape",
+        "Range", "Dropout",
+    }
+)  # fmt: skip
+# Operations an element takes, beside one: exp, sum and division, mean and variance.
+_ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8}
+_QUANTIZED = frozenset(
+    {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}
+)
+_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_HEAVY = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *_GATES, *_QUANTIZED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCost:
+    """One node. ``flops`` counts a multiplication and an addition as two; None where a shape isn't known.
+    ``quantized``: its products are of integers, or of what a DequantizeLinear before it gives."""
+
+    name: str
+    operator: str
+    flops: int | None
+    shape: Shape | None
+    parameters: int
+    quantized: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphCost:
+    """A graph at ``sizes``. ``quantized_share``: of the FLOPs in matrix products and convolutions."""
+
+    sizes: Mapping[str, int]
+    nodes: tuple[NodeCost, ...]
+    parameters: int
+    weight_bytes: Mapping[str, int]
+    warnings: tuple[str, ...] = ()
+    dynamic_dims: tuple[str, ...] = field(default=())
+
+    @property
+    def flops(self) -> int:
+        return sum(node.flops or 0 for node in self.nodes)
+
+    @property
+    def by_operator(self) -> dict[str, int]:
+        """FLOPs by operator, the largest first."""
+        found: Counter[str] = Counter()
+        for node in self.nodes:
+            found[node.operator] += node.flops or 0
+        return {name: count for name, count in found.most_common() if count}
+
+    @property
+    def quantized_share(self) -> float:
+        heavy = [node for node in self.nodes if node.operator in _HEAVY and node.flops]
+        total = sum(node.flops or 0 for node in heavy)
+        return sum(node.flops or 0 for node in heavy if node.quantized) / total if total else 0.0
+
+    def most_expensive(self, count: int = 10) -> list[NodeCost]:
+        return sorted((n for n in self.nodes if n.flops), key=lambda n: -(n.flops or 0))[:count]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sizes": dict(self.sizes),
+            "flops": self.flops,
+            "flops_by_operator": self.by_operator,
+            "most_expensive": [asdict(node) for node in self.most_expensive()],
+            "dynamic_dims": list(self.dynamic_dims),
+            "quantized_share": round(self.quantized_share, 4),
+            "weight_bytes": dict(self.weight_bytes),
+            "warnings": list(self.warnings),
+        }
+
+
+def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str, int] | None = None) -> GraphCost:
+    """The cost of ``model`` at ``sizes`` (default: the usual ones). The model is left as it is.
+
+    The formulas: a convolution is 2 * output elements * kernel elements * input channels / groups, a product of
+    [m,k] and [k,n] is 2 * m * k * n, a recurrent layer 2 * steps * batch * directions * gates * hidden * (input +
+    hidden); anything else an operation or a few an element of its output, and moving data is free.
+    """
+    from onnx import TensorProto
+
+    at = signature.sizes(**(sizes or {}))
+    shapes, inferred = _shapes(model, at)
+    constants = {t.name: t for t in model.graph.initializer}
+    given = set(constants)
+    parameters = sum(math.prod(t.dims) for t in constants.values())
+    weights: Counter[str] = Counter()
+    for tensor in constants.values():
+        weights[TensorProto.DataType.Name(tensor.data_type).lower()] += _bytes(tensor)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.name == "value":
+                given.add(node.output[0])
+                constants[node.output[0]] = attribute.t
+                count = math.prod(attribute.t.dims)
+                if (
+                    attribute.t.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+                    and count > 1
+                ):
+                    parameters += count
+                    weights[TensorProto.DataType.Name(attribute.t.data_type).lower()] += _bytes(attribute.t)
+    restored = {o for node in model.graph.node if node.op_type == "DequantizeLinear" for o in node.output}
+    costs = []
+    for index, node in enumerate(model.graph.node):
+        own = sum(math.prod(constants[name].dims) for name in node.input if name in constants)
+        costs.append(
+            NodeCost(
+                name=node.name or f"{node.op_type}_{index}",
+                operator=node.op_type,
+                flops=_flops(node, shapes),
+                shape=shapes.get(node.output[0]) if node.output else None,
+                parameters=own,
+                quantized=node.op_type in _QUANTIZED or sum(name in restored for name in node.input[:2]) == 2,
+            )
+        )
+    return GraphCost(
+        sizes=at,
+        nodes=tuple(costs),
+        parameters=parameters,
+        weight_bytes=dict(weights.most_common()),
+        warnings=tuple(_warnings(model, costs, inferred)),
+        dynamic_dims=signature.dynamic_dims,
+    )
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    """What the numbers of a tensor take, wherever they are kept."""
+    import onnx
+
+    if tensor.data_type == onnx.TensorProto.STRING:
+        return sum(len(text) for text in tensor.string_data)
+    count: int = math.prod(tensor.dims)
+    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str, Shape], str]:
+    """The shapes of all values at ``sizes``, and why they couldn't be inferred where they couldn't."""
+    import onnx
+
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    del fixed.graph.value_info[:]
+    constants = {t.name: tuple(int(d) for d in t.dims) for t in fixed.graph.initializer}
+    for value in fixed.graph.input:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if not dim.HasField("dim_value"):
+                own = dim.dim_param if dim.dim_param not in ("", "?") else f"{value.name}_{axis}"
+                dim.dim_value = sizes.get(own, 1)
+    for value in fixed.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    problem = ""
+    try:
+        fixed = onnx.shape_inference.infer_shapes(fixed, data_prop=True)
+    except Exception as error:
+        problem = " ".join(str(error).split())[:160]
+    found = dict(constants)
+    for value in (*fixed.graph.input, *fixed.graph.value_info, *fixed.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(d.HasField("dim_value") and d.dim_value >= 0 for d in dims):
+            found[value.name] = tuple(int(d.dim_value) for d in dims)
+    return found, problem
+
+
+def _flops(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int | None:
+    kind = node.op_type
+    if kind in _FREE or not node.output:
+        return 0
+    out = shapes.get(node.output[0])
+    ins = [shapes.get(name) for name in node.input]
+    if kind in ("Conv", "ConvInteger", "QLinearConv", "ConvTranspose"):
+        kernel = ins[3 if kind == "QLinearConv" else 1]
+        positions = ins[0] if kind == "ConvTranspose" else out
+        if kernel is None or positions is None:
+            return None
+        return 2 * math.prod(positions) * math.prod(kernel[1:])
+    if kind in ("MatMul", "MatMulInteger", "QLinearMatMul", "Gemm"):
+        left = ins[0]
+        if out is None or left is None or not left:
+            return None
+        inner = left[0] if kind == "Gemm" and _attribute(node, "transA") else left[-1]
+        return 2 * math.prod(out) * inner
+    if kind in _GATES:
+        x, weight = ins[0], ins[1]
+        if x is None or weight is None or len(x) != 3:
+            return None
+        hidden = weight[1] // _GATES[kind]
+        return 2 * x[0] * x[1] * weight[0] * _GATES[kind] * hidden * (x[2] + hidden)
+    if kind.startswith(("Reduce", "GlobalAverage", "GlobalMax", "ArgM")):
+        return math.prod(ins[0]) if ins and ins[0] is not None else None
+    if kind in ("MaxPool", "AveragePool"):
+        window = next((math.prod(a.ints) for a in node.attribute if a.name == "kernel_shape"), 1)
+        return None if out is None else math.prod(out) * window
+    return None if out is None else math.prod(out) * _ELEMENT.get(kind, 1)
+
+
+def _attribute(node: onnx.NodeProto, name: str) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == name), 0)
+
+
+def _warnings(model: onnx.ModelProto, costs: Sequence[NodeCost], inferred: str) -> list[str]:
+    from accel.sources.onnx_file import opset_of
+
+    found = []
+    if inferred:
+        found.append(f"the declared shapes contradict the graph ({inferred})")
+    unknown = [n for n in costs if n.flops is None]
+    if unknown:
+        found.append(f"{len(unknown)} nodes have no known shape and aren't counted, the first is {unknown[0].name}")
+    if random := sorted({n.operator for n in costs if n.operator.startswith(("Random", "Bernoulli", "Multinomial"))}):
+        found.append(f"random operators: {', '.join(random)}; outputs differ from run to run")
+    if (opset := opset_of(model)) < 13:
+        found.append(f"opset {opset} is old; accel export FILE --opset 20 brings it up")
+    foreign = sorted({n.domain for n in model.graph.node if n.domain not in ("", "ai.onnx")})
+    if foreign:
+        found.append(f"operators outside of ONNX: {', '.join(foreign)}")
+    inner = sum(1 for n in model.graph.node for a in n.attribute if a.HasField("g"))
+    if inner:
+        found.append(f"{inner} subgraphs (If, Loop, Scan) whose insides aren't counted")
+    return found

@@ -1,0 +1,88 @@
+"""ncnn through its Python binding: one sample at a time, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.errors import BadFeeds, InvalidModel
+from accel.runtimes.base import BaseSession, SessionOptions
+from accel.signature import Feeds, Signature, numpy_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class NcnnSession(BaseSession):
+    """A net in float32. ncnn knows no batch: the samples of one run one after the other and are stacked again.
+
+    Its blobs are called ``in0``, ``out0``...; inputs and outputs go by the order of the signature.
+    """
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        super().__init__(artifact, options)
+        self.net = Net(artifact.path, artifact.signature, options.threads)
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        return self.net.run(feeds)
+
+    def close(self) -> None:
+        """Free the net."""
+        self.net.net = None
+
+
+class Net:
+    """The files of a net, loaded."""
+
+    def __init__(self, path: Path, signature: Signature, threads: int = 0) -> None:
+        import ncnn
+
+        self.signature = signature
+        self.net: Any = ncnn.Net()
+        # What is judged and shipped is float32; ncnn would take 16 bits where the CPU has them.
+        for name in (
+            "use_fp16_packed",
+            "use_fp16_storage",
+            "use_fp16_arithmetic",
+            "use_bf16_storage",
+            "use_vulkan_compute",
+        ):
+            if hasattr(self.net.opt, name):
+                setattr(self.net.opt, name, False)
+        if threads:
+            self.net.opt.num_threads = threads
+        weights = path.with_suffix(".bin")
+        if self.net.load_param(str(path)) != 0 or self.net.load_model(str(weights)) != 0:
+            raise InvalidModel(f"ncnn can't load {path} with {weights.name}; convert the model again")
+
+    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        """Outputs by name for a batch."""
+        import numpy as np
+
+        batch = {len(value) for value in feeds.values()}
+        if len(batch) != 1:
+            raise BadFeeds("the inputs of an ncnn net need one batch size on their first dim")
+        rows = [self._sample({name: value[i] for name, value in feeds.items()}) for i in range(batch.pop())]
+        return {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.signature.outputs}
+
+    def _sample(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        import ncnn
+        import numpy as np
+
+        found = {}
+        # A Mat may only look at the array: both have to live until the extractor is done.
+        held = []
+        with self.net.create_extractor() as extractor:
+            for index, spec in enumerate(self.signature.inputs):
+                value = np.ascontiguousarray(feeds[spec.name])
+                if value.dtype == np.int64:
+                    value = value.astype(np.int32)
+                held.append((value, ncnn.Mat(value).clone()))
+                extractor.input(f"in{index}", held[-1][1])
+            for index, spec in enumerate(self.signature.outputs):
+                code, mat = extractor.extract(f"out{index}")
+                if code != 0:
+                    raise InvalidModel(f"ncnn stopped before the output {spec.name!r} (code {code}); convert it again")
+                found[spec.name] = np.array(mat).astype(numpy_dtype(spec.dtype))
+        return found

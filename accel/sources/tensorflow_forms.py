@@ -1,0 +1,338 @@
+"""Each form a TensorFlow model comes in, made into one: a call by name and a graph that can be frozen.
+
+Imported in the TensorFlow process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from accel.errors import AccelError, BadSource, InvalidModel
+from accel.sources.onnx_file import one_line
+from accel.sources.tensorflow_graph import freeze_function, freeze_session_graph, strip_dropout
+from accel.sources.tensorflow_model import Frozen, Loaded, dtype_name
+from accel.sources.tensorflow_source import TensorFlowSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def load(spec: TensorFlowSpec) -> Loaded:
+    """The model that ``spec`` names. ``BadSource`` (``InvalidModel``) with the reason where it can't be loaded."""
+    try:
+        return _FORMS[spec.form](spec)
+    except AccelError:
+        raise
+    except Exception as error:
+        raise InvalidModel(
+            f"{spec.path} can't be read as {_NAMES[spec.form]} ({one_line(error)}); save it again"
+        ) from error
+
+
+def _saved_model(spec: TensorFlowSpec) -> Loaded:
+    loaded, old = _load_saved_model(spec.path)
+    signatures = dict(loaded.signatures)
+    if not signatures:
+        raise BadSource(
+            f"{spec.path} has no signatures, so nothing says what goes in; save it with tf.saved_model.save(model, "
+            "path, signatures=model.call.get_concrete_function(...)) or with Keras' model.export(path)"
+        )
+    name = spec.signature or ("serving_default" if "serving_default" in signatures else "")
+    if not name and len(signatures) == 1:
+        name = next(iter(signatures))
+    if name not in signatures:
+        what = f"has no signature {name!r}" if name else "has several signatures and no serving_default"
+        raise BadSource(f"{spec.path} {what}; pass --signature with one of: {', '.join(signatures)}")
+    function = signatures[name]
+    taken: Mapping[str, Any] = function.structured_input_signature[1]
+    outputs: Mapping[str, Any] = dict(sorted(function.structured_outputs.items()))
+    inputs = [(key, dtype_name(t.dtype), _shape(t.shape)) for key, t in taken.items()]
+    if old:
+        return _from_old_signature(function, inputs, outputs)
+    kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(taken.values())]
+
+    def call(*tensors: Any) -> Any:
+        found = function(**dict(zip(taken, tensors, strict=True)))
+        return [found[key] for key in outputs]
+
+    return _from_call(call, kinds, inputs, list(outputs), keep=loaded)
+
+
+def _from_old_signature(
+    function: Any, inputs: list[tuple[str, str, list[int | None] | None]], outputs: Mapping[str, Any]
+) -> Loaded:
+    """A signature of a TF1 file. Its variables belong to its own graph: it is frozen as it is, not through a call."""
+    places = {t.name: index for index, t in enumerate(function.outputs)}
+    names = [name for name, _ in sorted(outputs.items(), key=lambda item: places[item[1].name])]
+    starts = [str(name) for name in function._arg_keywords]
+
+    def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = function(**{name: tf.constant(feeds[name]) for name in starts})
+        return {name: found[name].numpy() for name in names}
+
+    return Loaded(call=call, inputs=inputs, outputs=names, freeze=lambda: freeze_function(function, starts, names))
+
+
+def _load_saved_model(path: str) -> tuple[Any, bool]:
+    """What the folder holds, and whether the loader of TF1 files read it."""
+    try:
+        loaded = tf.saved_model.load(path)
+        old = hasattr(loaded, "prune")
+    except Exception as first:
+        # Old Keras files keep slots of their optimizer that TensorFlow no longer restores. Their signatures are in
+        # the graph as in any TF1 file, and that loader doesn't look at objects.
+        from tensorflow.python.saved_model import load_v1_in_v2
+
+        try:
+            loaded = load_v1_in_v2.load(path, None)
+        except Exception:
+            raise first from None
+        old = True
+    return loaded, old
+
+
+def _keras(spec: TensorFlowSpec) -> Loaded:
+    import keras
+
+    path = Path(spec.path)
+    try:
+        model = keras.saving.load_model(path, compile=False)
+    except Exception as error:
+        raise InvalidModel(f"{path} {_keras_problem(error)}") from error
+    return _from_keras(model, spec.path)
+
+
+def _keras_problem(error: Exception) -> str:
+    text = one_line(error)
+    if "No model config" in text or "weights-only" in text or "not a valid `.keras`" in text:
+        return (
+            "holds no model that Keras can build, only weights (or nothing of Keras); load them into the model they "
+            "belong to in a function that returns it, and export FILE.py:FUNCTION"
+        )
+    if "Lambda" in text and ("deserializ" in text or "safe_mode" in text or "unsafe" in text):
+        return (
+            "holds a Lambda layer, which is code that loading would run; rebuild the model in a function that returns "
+            "it, and export FILE.py:FUNCTION"
+        )
+    if "Unknown layer" in text or "Could not locate" in text or "Could not deserialize" in text:
+        return f"needs Python code that is not in it ({text[:160]}); export a FILE.py:FUNCTION that returns the model"
+    return f"can't be read as a Keras model ({text[:160]}); save it again with model.save('model.keras')"
+
+
+def _from_keras(model: Any, where: str) -> Loaded:
+    """Any built Keras model: inputs by their own names, outputs by the names of the layers they come from."""
+    if not getattr(model, "built", True) or not getattr(model, "inputs", None):
+        raise BadSource(
+            f"{where} is a Keras model that was never called, so it doesn't know its inputs; call it once on an "
+            "example before it is saved, or give its first layer a keras.Input"
+        )
+    inputs = [(_plain(t.name), dtype_name(tf.as_dtype(t.dtype)), _shape(t.shape)) for t in model.inputs]
+    kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(model.inputs)]
+    result = tf.nest.flatten(model.outputs)
+    structure = getattr(model, "_outputs_struct", None)
+    if isinstance(structure, dict):
+        names = [str(key) for key in structure]
+    else:
+        names = _distinct([t._keras_history.operation.name for t in result])
+    packed = getattr(model, "_inputs_struct", None)
+
+    def call(*tensors: Any) -> Any:
+        given: Any = tensors[0] if len(tensors) == 1 else list(tensors)
+        if isinstance(packed, dict):
+            flat = {t.name: value for t, value in zip(model.inputs, tensors, strict=True)}
+            given = {key: flat[t.name] for key, t in packed.items()}
+        found = model(given, training=False)
+        return [found[key] for key in structure] if isinstance(structure, dict) else tf.nest.flatten(found)
+
+    return _from_call(call, kinds, inputs, names, keep=model)
+
+
+def _graph(spec: TensorFlowSpec) -> Loaded:
+    graph = tf.compat.v1.GraphDef()
+    data = Path(spec.path).read_bytes()
+    try:
+        graph.ParseFromString(data)
+    except Exception as error:
+        hint = "a SavedModel's own file: give its folder" if b"serve" in data[:4096] else "not a TensorFlow graph"
+        raise InvalidModel(f"{spec.path} is {hint}; a frozen graph is what is needed here") from error
+    if not graph.node or not all(node.op and node.name for node in graph.node):
+        raise InvalidModel(f"{spec.path} is not a TensorFlow graph; give a frozen GraphDef")
+    if any(node.op in ("VariableV2", "VarHandleOp", "RefVariable") for node in graph.node):
+        raise BadSource(
+            f"{spec.path} is not frozen: its weights are in a checkpoint; give the checkpoint's .meta file instead"
+        )
+    return _from_graph(graph, spec)
+
+
+def _checkpoint(spec: TensorFlowSpec) -> Loaded:
+    path = Path(spec.path)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        saver = tf.compat.v1.train.import_meta_graph(str(path), clear_devices=True)
+        if saver is None:
+            raise BadSource(f"{path} names no variables to restore; save it with tf.compat.v1.train.Saver")
+        graph = session.graph.as_graph_def()
+        _check_tensors(graph, spec)
+        saver.restore(session, str(path.with_suffix("")))
+        frozen = freeze_session_graph(session, spec.outputs)
+    return _from_graph(frozen, spec)
+
+
+def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
+    _check_tensors(graph, spec)
+    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [name.partition(":")[0] for name in spec.outputs])
+    if spec.strip:
+        graph = strip_dropout(graph)
+    try:
+        whole = tf.compat.v1.wrap_function(lambda: tf.compat.v1.import_graph_def(graph, name=""), [])
+        function = whole.prune(list(spec.inputs), list(spec.outputs))
+    except ValueError as error:
+        raise BadSource(f"{spec.path} can't be cut at {', '.join(spec.inputs)}: {one_line(error)}") from error
+    names = [_tensor_name(name) for name in spec.inputs]
+    outputs = [_tensor_name(name) for name in spec.outputs]
+    tensors = [whole.graph.get_tensor_by_name(name) for name in spec.inputs]
+    inputs = [(n, dtype_name(t.dtype), _shape(t.shape)) for n, t in zip(names, tensors, strict=True)]
+
+    def by_name(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = function(*(tf.constant(feeds[name]) for name in names))
+        return {name: value.numpy() for name, value in zip(outputs, found, strict=True)}
+
+    frozen = Frozen(
+        graph=graph,
+        inputs=dict(zip(names, spec.inputs, strict=True)),
+        outputs=dict(zip(outputs, spec.outputs, strict=True)),
+    )
+    return Loaded(call=by_name, inputs=inputs, outputs=outputs, freeze=lambda: frozen)
+
+
+def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
+    """``BadSource`` that lists what there is, where inputs or outputs are missing or don't exist."""
+    nodes = {node.name for node in graph.node}
+    used = {name.lstrip("^").partition(":")[0] for node in graph.node for name in node.input}
+    starts = [node.name for node in graph.node if node.op in ("Placeholder", "PlaceholderWithDefault")]
+    quiet = ("Const", "NoOp", "Assert", "SaveV2", "RestoreV2", "Assign", "AssignVariableOp")
+    ends = [node.name for node in graph.node if node.name not in used and node.op not in quiet]
+    hint = (
+        f"--inputs {','.join(f'{n}:0' for n in starts[:4]) or 'x:0'} --outputs {','.join(f'{n}:0' for n in ends[:4])}"
+    )
+    if not spec.inputs or not spec.outputs:
+        raise BadSource(f"{spec.path} is a bare graph and doesn't say what goes in and out; pass e.g. {hint}")
+    for name in (*spec.inputs, *spec.outputs):
+        if name.partition(":")[0] not in nodes:
+            raise BadSource(f"{spec.path} has no tensor {name}; its ends are {hint}")
+
+
+def _python(spec: TensorFlowSpec) -> Loaded:
+    from accel.sources.python_object import load_object, raised
+
+    _, made = load_object(spec.path, "factory")
+    if not isinstance(made, tf.Module) and not hasattr(made, "get_concrete_function") and callable(made):
+        try:
+            made = made()
+        except AccelError:
+            raise
+        except Exception as error:
+            raise raised(spec.path, error) from error
+    if type(made).__module__.startswith(("keras", "tf_keras")) or hasattr(made, "_keras_history") or _is_keras(made):
+        return _from_keras(made, spec.path)
+    if hasattr(made, "get_concrete_function"):
+        try:
+            made = made.get_concrete_function()
+        except Exception as error:
+            raise BadSource(
+                f"{spec.path} is a tf.function without an input_signature; give it one, or return a concrete function"
+            ) from error
+    if not hasattr(made, "structured_input_signature"):
+        raise BadSource(f"{spec.path} returned {type(made).__name__}; return a Keras model or a tf.function")
+    function = made
+    arguments, keywords = function.structured_input_signature
+    if any(not isinstance(t, tf.TensorSpec) for t in (*arguments, *keywords.values())):
+        raise BadSource(f"{spec.path} takes more than tensors; wrap it in a tf.function of tensors only")
+    parameters = [str(name) for name in getattr(function, "_arg_keywords", None) or []]
+    names = [t.name or (parameters[i] if i < len(parameters) else f"input_{i}") for i, t in enumerate(arguments)]
+    names += list(keywords)
+    taken = [*arguments, *keywords.values()]
+    inputs = [(n, dtype_name(t.dtype), _shape(t.shape)) for n, t in zip(names, taken, strict=True)]
+    kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(taken)]
+    structure = function.structured_outputs
+    flat = tf.nest.flatten(structure)
+    if isinstance(structure, Mapping):
+        outputs = [str(key) for key in sorted(structure)]
+    else:
+        outputs = ["output"] if len(flat) == 1 else [f"output_{i}" for i in range(len(flat))]
+
+    def call(*tensors: Any) -> Any:
+        split = len(arguments)
+        return tf.nest.flatten(function(*tensors[:split], **dict(zip(keywords, tensors[split:], strict=True))))
+
+    return _from_call(call, kinds, inputs, outputs, keep=function)
+
+
+def _is_keras(made: Any) -> bool:
+    import keras
+
+    return isinstance(made, keras.Model)
+
+
+def _from_call(
+    call: Callable[..., Any],
+    kinds: Sequence[Any],
+    inputs: list[tuple[str, str, list[int | None] | None]],
+    outputs: list[str],
+    *,
+    keep: Any,
+) -> Loaded:
+    """``call`` (tensors in order to tensors in order) as one traced function; ``keep`` holds its variables alive."""
+    traced = tf.function(call, autograph=False).get_concrete_function(*kinds)
+    names = [name for name, _, _ in inputs]
+
+    def by_name(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = traced(*(tf.constant(feeds[name]) for name in names))
+        return {name: value.numpy() for name, value in zip(outputs, found, strict=True)}
+
+    def freeze() -> Frozen:
+        assert keep is not None
+        return freeze_function(traced, names, outputs)
+
+    return Loaded(call=by_name, inputs=inputs, outputs=outputs, freeze=freeze)
+
+
+def _shape(shape: Any) -> list[int | None] | None:
+    shape = tf.TensorShape(shape)
+    return None if shape.rank is None else list(shape.as_list())
+
+
+def _tensor_name(name: str) -> str:
+    """``x:0`` is the ``x`` that the user knows; ``x:1`` is ``x_1``."""
+    operation, _, index = name.partition(":")
+    return operation if index in ("", "0") else f"{operation}_{index}"
+
+
+def _plain(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        found.append(name if name not in found else f"{name}_{sum(n.startswith(name) for n in found)}")
+    return found
+
+
+_FORMS: dict[str, Callable[[TensorFlowSpec], Loaded]] = {
+    "saved_model": _saved_model,
+    "keras": _keras,
+    "graph": _graph,
+    "checkpoint": _checkpoint,
+    "python": _python,
+}
+_NAMES = {
+    "saved_model": "a SavedModel",
+    "keras": "a Keras model",
+    "graph": "a frozen graph",
+    "checkpoint": "a TF1 checkpoint",
+    "python": "a TensorFlow factory",
+}

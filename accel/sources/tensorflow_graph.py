@@ -1,0 +1,243 @@
+"""What is done to TensorFlow graphs before they leave it: frozen, searched for random ops, rid of dropout.
+
+Imported in the TensorFlow process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from accel.errors import BadSource
+
+if TYPE_CHECKING:
+    from accel.sources.tensorflow_model import Frozen
+
+_RANDOM = frozenset(
+    {
+        "RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "ParameterizedTruncatedNormal",
+        "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle", "Multinomial",
+        "StatelessRandomUniform", "StatelessRandomUniformV2", "StatelessRandomNormal", "StatelessRandomNormalV2",
+        "StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "StatelessMultinomial", "StatefulUniform",
+        "StatefulStandardNormal", "StatefulStandardNormalV2", "StatefulTruncatedNormal",
+    }
+)  # fmt: skip
+# From the random numbers to the mask of zeros and ones: TF1 floors keep + u, TF2 compares u with the rate.
+_MASK = frozenset(
+    {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
+)
+_SCALE = frozenset({"RealDiv", "Div", "Mul"})
+_SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
+_GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
+
+
+def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Frozen:
+    """A concrete function of the tensors ``inputs`` with its variables as constants, its calls inlined."""
+    from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+
+    from accel.sources.tensorflow_model import Frozen
+
+    frozen = convert_variables_to_constants_v2(function, lower_control_flow=False, aggressive_inlining=True)
+    taken = [t.name for t in frozen.inputs if t.dtype != tf.resource]
+    if len(taken) != len(inputs):
+        raise BadSource(
+            f"the model keeps state that can't be frozen ({len(frozen.inputs) - len(inputs)} resources, such as a "
+            "lookup table); export the part without it"
+        )
+    return Frozen(
+        graph=_with_values(frozen.graph.as_graph_def(add_shapes=True)),
+        inputs=dict(zip(inputs, taken, strict=True)),
+        outputs=dict(zip(outputs, (t.name for t in frozen.outputs), strict=True)),
+    )
+
+
+def _with_values(graph: Any) -> Any:
+    """``graph`` with the variables that it names itself (those of TF1 files) as constants, read from this process."""
+    handles = {node.name: node for node in graph.node if node.op == "VarHandleOp"}
+    if not handles:
+        return graph
+    values: dict[str, Any] = {}
+    nodes = {node.name: node for node in graph.node}
+    for node in graph.node:
+        if node.op != "ReadVariableOp":
+            continue
+        name = _operation(node.input[0])
+        while name not in handles and nodes[name].op == "Identity":
+            name = _operation(nodes[name].input[0])
+        if name not in handles:
+            continue
+        handle = handles[name]
+        kind = tf.as_dtype(handle.attr["dtype"].type)
+        if handle.name not in values:
+            resource = tf.raw_ops.VarHandleOp(
+                dtype=kind,
+                shape=tf.TensorShape(handle.attr["shape"].shape),
+                container=handle.attr["container"].s.decode(),
+                shared_name=(handle.attr["shared_name"].s or handle.name.encode()).decode(),
+            )
+            values[handle.name] = tf.make_tensor_proto(tf.raw_ops.ReadVariableOp(resource=resource, dtype=kind).numpy())
+        node.op = "Const"
+        del node.input[:]
+        node.attr.clear()
+        node.attr["dtype"].type = kind.as_datatype_enum
+        node.attr["value"].tensor.CopyFrom(values[handle.name])
+    return graph
+
+
+def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
+    """The part of a TF1 session's graph that leads to ``outputs``, with its variables as constants."""
+    nodes = [name.partition(":")[0] for name in outputs]
+    return tf.compat.v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), nodes)
+
+
+def _all_nodes(graph: Any) -> Iterator[Any]:
+    yield from graph.node
+    for function in graph.library.function:
+        yield from function.node_def
+
+
+def refuse_random(frozen: Frozen, where: str) -> None:
+    """``BadSource`` that names the random ops which lead to the outputs."""
+    ends = [name.partition(":")[0] for name in frozen.outputs.values()]
+    graph = tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, ends)
+    # Functions stay in the library after their last call was inlined.
+    called = {
+        f for node in graph.node for a in node.attr.values() for f in (a.func.name, *(x.name for x in a.list.func)) if f
+    }
+    nodes = list(graph.node)
+    functions = {f.signature.name: f for f in frozen.graph.library.function}
+    seen: set[str] = set()
+    while called - seen:
+        name = next(iter(called - seen))
+        seen.add(name)
+        if name in functions:
+            nodes += list(functions[name].node_def)
+            called |= {a.func.name for n in functions[name].node_def for a in n.attr.values() if a.func.name}
+    found = [f"{node.name} ({node.op})" for node in nodes if node.op in _RANDOM]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise BadSource(
+            f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}; "
+            "pass --strip-training-ops to take dropout out, or save the model for inference"
+        )
+
+
+def strip_dropout(graph: Any) -> Any:
+    """``graph`` with every dropout replaced by its input, which is what it is on average and at inference.
+
+    A dropout is random numbers that become a mask of zeros and ones, which is multiplied with (or selects from) the
+    input divided by the share that is kept. What doesn't look like one is left, and refused later by name.
+    """
+    nodes = {node.name: node for node in graph.node}
+    users: dict[str, list[str]] = {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(_operation(name), []).append(node.name)
+    replaced: dict[str, str] = {}
+    for node in graph.node:
+        if node.op not in _RANDOM:
+            continue
+        masks = {node.name}
+        for _ in range(8):
+            grown = masks | {
+                user
+                for mask in masks
+                for user in users.get(mask, ())
+                if nodes[user].op in _MASK and _is_mask(nodes[user], masks, nodes)
+            }
+            if grown == masks:
+                break
+            masks = grown
+        for mask in masks:
+            for user in users.get(mask, ()):
+                data = _dropped(nodes[user], masks, nodes)
+                if data:
+                    replaced[user] = data
+    made = tf.compat.v1.GraphDef()
+    made.CopyFrom(graph)
+    for node in made.node:
+        if node.name in replaced:
+            kind = node.attr["T"].type
+            node.op = "Identity"
+            del node.input[:]
+            node.input.append(replaced[node.name])
+            node.attr.clear()
+            node.attr["T"].type = kind
+    return made
+
+
+def _is_mask(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> bool:
+    """Whether ``node`` only combines masks with constants."""
+    return all(_operation(name) in masks or _is_scalar(name, nodes) for name in node.input)
+
+
+def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
+    """The tensor that ``node`` drops parts of, where it is the last node of a dropout; else nothing."""
+    others = [name for name in node.input if _operation(name) not in masks]
+    if node.op == "Mul" and len(others) == 1:
+        return _unscaled(others[0], nodes)
+    if node.op in ("Select", "SelectV2") and len(others) == 2 and _operation(node.input[0]) in masks:
+        return _unscaled(others[0], nodes)
+    return ""
+
+
+def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
+    """What is divided by the share that is kept. TensorFlow multiplies with its inverse, TF1 divides."""
+    node = nodes.get(_operation(name))
+    if node is None or node.op not in _SCALE:
+        return ""
+    first, second = node.input[:2]
+    if _is_scalar(second, nodes):
+        return str(first)
+    return str(second) if node.op == "Mul" and _is_scalar(first, nodes) else ""
+
+
+def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
+    """Whether the tensor is one number: a constant, a placeholder of a keep probability, or made of such."""
+    node = nodes.get(_operation(name))
+    if node is None:
+        return False
+    if node.op == "Const":
+        return not list(node.attr["value"].tensor.tensor_shape.dim) or all(
+            d.size == 1 for d in node.attr["value"].tensor.tensor_shape.dim
+        )
+    if node.op == "PlaceholderWithDefault":
+        return True
+    if node.op in ("Sub", "RealDiv", "Div", "Identity", "Cast", "Mul", "Add", "AddV2"):
+        return all(_is_scalar(inner, nodes) for inner in node.input)
+    return False
+
+
+def index_bounds(frozen: Frozen) -> dict[str, tuple[int, int]]:
+    """For each integer input that picks rows of a constant table (an embedding), the numbers it may hold."""
+    nodes = {node.name: node for node in frozen.graph.node}
+    origin = {_operation(tensor): name for name, tensor in frozen.inputs.items()}
+    bounds: dict[str, tuple[int, int]] = {}
+    for node in frozen.graph.node:  # in the order of execution or not: a chain is followed from its Gather backwards
+        if node.op not in _GATHER:
+            continue
+        rows = _rows(node.input[0], nodes)
+        name = _operation(node.input[1])
+        while name not in origin and name in nodes and nodes[name].op in _SAME:
+            # Keras counts negative numbers from the end: Select(ids < 0, ids + rows, ids).
+            name = _operation(nodes[name].input[2 if nodes[name].op == "SelectV2" else 0])
+        if rows and name in origin:
+            last = min(rows - 1, bounds.get(origin[name], (0, rows))[1])
+            bounds[origin[name]] = (0, last)
+    return bounds
+
+
+def _rows(name: str, nodes: Mapping[str, Any]) -> int:
+    node = nodes.get(_operation(name))
+    while node is not None and node.op in ("Identity", "ReadVariableOp"):
+        node = nodes.get(_operation(node.input[0]))
+    if node is None or node.op != "Const":
+        return 0
+    dims = node.attr["value"].tensor.tensor_shape.dim
+    return int(dims[0].size) if dims else 0
+
+
+def _operation(name: str) -> str:
+    return name.lstrip("^").partition(":")[0]

@@ -1,0 +1,201 @@
+"""A TensorFlow model of any form, loaded. This module is imported in the TensorFlow process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel
+from accel.signature import BATCH, Dim, Signature, TensorSpec
+from accel.sources.onnx_file import one_line
+from accel.sources.output_specs import output_specs, probe_cases
+from accel.sources.tensorflow_source import TensorFlowSpec, with_given
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Sizes that are dynamic in a model are tried at; far enough apart that no two come out equal by luck.
+_KEPT = 2
+_DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
+
+
+@dataclass(kw_only=True)
+class Loaded:
+    """A model that can be called and converted.
+
+    ``call``: arrays by input name to arrays by output name. ``inputs``: their specs, None as a dim where it is open,
+    and None as the shape where not even the rank is known. ``freeze``: the graph with its weights in it, and the
+    tensor names of the inputs and outputs in that graph, by the user's names.
+    """
+
+    call: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+    inputs: list[tuple[str, str, list[int | None] | None]]
+    outputs: list[str]
+    freeze: Callable[[], Frozen]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """A GraphDef without variables; tensor names (``x:0``) by the user's names."""
+
+    graph: Any
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+_loaded: dict[TensorFlowSpec, tuple[tuple[float, ...], Loaded]] = {}
+
+
+def load(spec: TensorFlowSpec) -> Loaded:
+    """The model behind ``spec``; the last few are kept while their files don't change."""
+    from accel.sources import tensorflow_forms, tflite_model
+
+    place = Path(spec.path)
+    files = sorted(place.rglob("*")) if place.is_dir() else [place]
+    stamp = tuple(f.stat().st_mtime for f in files if f.exists())
+    kept = _loaded.get(spec)
+    if kept is not None and kept[0] == stamp:
+        return kept[1]
+    with _quiet():
+        made = tflite_model.load(spec) if spec.form == "tflite" else tensorflow_forms.load(spec)
+    _loaded[spec] = (stamp, made)
+    while len(_loaded) > _KEPT:
+        _loaded.pop(next(iter(_loaded)))
+    return made
+
+
+def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
+    """``inputs`` and ``outputs`` as specs, and ``properties``. The model is run at several sizes, and twice at one."""
+    model = load(spec)
+    properties: dict[str, Any] = {"form": spec.form}
+    bounds: Mapping[str, tuple[int, int]] = {}
+    if spec.form == "tflite":
+        from accel.sources.tflite_model import is_quantized
+
+        if is_quantized(Path(spec.path)):
+            properties["precision"] = "int8"
+        # The numbers of a quantized tensor stand for its whole range.
+        spans = {"int8": (-128, 127), "uint8": (0, 255)}
+        bounds = {name: spans[dtype] for name, dtype, _ in model.inputs if dtype in spans}
+    else:
+        from accel.sources.tensorflow_graph import index_bounds, refuse_random
+
+        frozen = model.freeze()
+        refuse_random(frozen, spec.path)
+        bounds = index_bounds(frozen)
+    last: AccelError | None = None
+    for named in _namings(model.inputs, spec.path, inputs):
+        specs = tuple(replace(s, values=s.values or bounds.get(s.name)) for s in named)
+        signature = Signature(with_given(specs, inputs, spec.path))
+        try:
+            return {
+                "inputs": signature.inputs,
+                "outputs": _probe(model, signature, spec.path),
+                "properties": properties,
+            }
+        except BadSource as error:
+            last = last or error
+    assert last is not None
+    raise last
+
+
+def run(spec: TensorFlowSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Outputs by name. ``BadSource`` where the model fails on these inputs."""
+    model = load(spec)
+    try:
+        return model.call(feeds)
+    except Exception as error:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+        raise BadSource(
+            f"{spec.path} fails in TensorFlow on {shapes}: {_reason(error)}; correct --input or --dim"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The part of TensorFlow's message that says what is wrong: it comes first, the graph's nodes after it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
+    return one_line(" ".join(kept[:3]) or type(error).__name__)[:240]
+
+
+def _probe(model: Loaded, signature: Signature, where: str) -> tuple[TensorSpec, ...]:
+    import numpy as np
+
+    cases = probe_cases(signature)
+    runs = []
+    for sizes in cases:
+        feeds = signature.example_inputs(**sizes)
+        try:
+            runs.append(model.call(feeds))
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            raise BadSource(
+                f"{where} fails in TensorFlow on {shapes}: {_reason(error)}; correct --input or --dim"
+            ) from error
+    again = model.call(signature.example_inputs(**cases[0]))
+    for name, value in runs[0].items():
+        if value.dtype.kind == "f" and not np.allclose(value, again[name], rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise BadSource(
+                f"the output {name!r} of {where} differs from run to run on the same inputs: something random is left "
+                "in it; save it for inference, or take dropout out with --strip-training-ops"
+            )
+    return output_specs(signature, cases, runs, where)
+
+
+def _namings(
+    found: Sequence[tuple[str, str, list[int | None] | None]], where: str, given: Sequence[TensorSpec]
+) -> Iterator[tuple[TensorSpec, ...]]:
+    """The open dims with names, in the order they are tried: each input's own, then one name for an axis of all."""
+    said = {spec.name: spec for spec in given}
+    rows: list[tuple[str, str, list[int | None]]] = []
+    for name, dtype, shape in found:
+        if shape is None:
+            if name not in said:
+                raise BadInputSpec(
+                    f"{where} doesn't say which shape {name!r} has; pass --input {name}:{dtype}[batch,...]"
+                )
+            shape = [d if isinstance(d, int) else None for d in said[name].shape]
+        rows.append((name, dtype, shape))
+    opened = {axis for _, _, shape in rows for axis, dim in enumerate(shape) if dim is None and axis > 0}
+    for shared in (False, True) if len(rows) > 1 and opened else (True,):
+        yield tuple(
+            TensorSpec(
+                name,
+                dtype,
+                tuple(_dim(dim, axis, shape, "" if shared else f"{name}_") for axis, dim in enumerate(shape)),
+            )
+            for name, dtype, shape in rows
+        )
+
+
+def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
+    """``batch``, then ``length`` of a sequence, ``height`` and ``width`` of an image (NHWC), else ``dim_<axis>``."""
+    if dim is not None:
+        return dim
+    if axis == 0:
+        return BATCH
+    image = {1: "height", 2: "width"} if len(shape) == 4 else {}
+    sequence = {1: "length"} if len(shape) <= 3 else {}
+    return prefix.replace(".", "_").replace("/", "_") + (image | sequence).get(axis, f"dim_{axis}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """TensorFlow's Python loggers at errors only; what they said before an error would hide it."""
+    import logging
+
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    yield
+
+
+def dtype_name(kind: Any) -> str:
+    """The field name of a ``tf.DType``; ``InvalidModel`` for one that ONNX has not (resource, variant, complex)."""
+    name = str(_DTYPES.get(kind.name, kind.name))
+    if name in ("resource", "variant") or name.startswith(("complex", "q")):
+        raise InvalidModel(f"an input or output is {name}, which ONNX has not; export a signature of plain tensors")
+    return name

@@ -1,0 +1,104 @@
+"""TFLite files in TensorFlow's own interpreter. Imported in the TensorFlow process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from accel.errors import BadSource, InvalidModel
+from accel.sources.onnx_file import one_line
+from accel.sources.tensorflow_model import Frozen, Loaded
+
+if TYPE_CHECKING:
+    from accel.sources.tensorflow_source import TensorFlowSpec
+
+
+def load(spec: TensorFlowSpec) -> Loaded:
+    """The model in a ``.tflite`` file. ``InvalidModel`` where the interpreter doesn't take it, with its reason."""
+    path = Path(spec.path)
+    if path.read_bytes()[4:8] != b"TFL3":
+        raise InvalidModel(f"{path} is not a TFLite file; convert it again")
+    try:
+        interpreter = _interpreter(path)
+    except Exception as error:
+        raise InvalidModel(f"TFLite can't load {path} ({one_line(error)}); convert it again") from error
+    inputs, outputs = names(interpreter)
+    details = {d["index"]: d for d in interpreter.get_input_details()}
+    specs: list[tuple[str, str, list[int | None] | None]] = []
+    for name, index in inputs.items():
+        shape: list[int | None] = [int(d) if d >= 0 else None for d in details[index]["shape_signature"]]
+        specs.append((name, np.dtype(details[index]["dtype"]).name, shape))
+
+    def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        for name, index in inputs.items():
+            interpreter.resize_tensor_input(index, feeds[name].shape)
+        interpreter.allocate_tensors()
+        for name, index in inputs.items():
+            interpreter.set_tensor(index, feeds[name])
+        interpreter.invoke()
+        return {name: np.array(interpreter.get_tensor(index)) for name, index in outputs.items()}
+
+    def freeze() -> Frozen:
+        raise BadSource(f"{path} is a TFLite file and has no TensorFlow graph")
+
+    return Loaded(call=call, inputs=specs, outputs=list(outputs), freeze=freeze)
+
+
+def _interpreter(path: Path) -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it will live in another package
+        # The reference kernels, not XNNPACK: it is what the file means, and what other runtimes are compared with.
+        interpreter = tf.lite.Interpreter(
+            str(path),
+            num_threads=1,
+            experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+        )
+    interpreter.allocate_tensors()
+    return interpreter
+
+
+def names(interpreter: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Tensor indices of inputs and outputs by the names the user knows: those of its signature where it has one."""
+    signatures = interpreter.get_signature_list()
+    if signatures:
+        runner = interpreter.get_signature_runner(
+            "serving_default" if "serving_default" in signatures else next(iter(signatures))
+        )
+        inputs = {name: int(d["index"]) for name, d in runner.get_input_details().items()}
+        outputs = {name: int(d["index"]) for name, d in runner.get_output_details().items()}
+        return inputs, outputs
+    return (
+        {_plain(d["name"]): int(d["index"]) for d in interpreter.get_input_details()},
+        {_plain(d["name"]): int(d["index"]) for d in interpreter.get_output_details()},
+    )
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether weights or activations of the file are int8: its kernels round where a float graph does not."""
+    details = _interpreter(path).get_tensor_details()
+    return any(d["quantization_parameters"]["scales"].size and d["dtype"] in (np.int8, np.uint8) for d in details)
+
+
+def operators(path: Path) -> set[str]:
+    """The operators in the file, by TFLite's names."""
+    return {str(op["op_name"]) for op in _interpreter(path)._get_ops_details()}
+
+
+def tensor_names(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The file's own tensor names of inputs and outputs, by the names the user knows."""
+    interpreter = _interpreter(path)
+    inputs, outputs = names(interpreter)
+    at = {int(d["index"]): str(d["name"]) for d in interpreter.get_tensor_details()}
+    return {n: at[i] for n, i in inputs.items()}, {n: at[i] for n, i in outputs.items()}
+
+
+def _plain(name: str) -> str:
+    """``serving_default_x:0`` is ``x``."""
+    operation, _, index = name.removeprefix("serving_default_").partition(":")
+    return operation if index in ("", "0") else f"{operation}_{index}"

@@ -1,0 +1,199 @@
+"""ONNX from anywhere to ONNX as the other stages want it: its opset, its shapes, its weights where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.child import run_in_child
+from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
+from accel.errors import BadInputSpec, ChildCrashed, StageFailed
+from accel.signature import DimRange, Signature, TensorSpec, numpy_dtype
+from accel.sources.onnx_file import one_line, opset_of, read_proto
+from accel.sources.output_specs import output_specs
+from accel.stage import StageConfig
+
+if TYPE_CHECKING:
+    import onnx
+
+# Constants this small are axes and sizes, which shape inference wants to see where they are used.
+_WEIGHT_ELEMENTS = 32
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxFromOnnxConfig(StageConfig):
+    """``opset``: what the file will have (None: what it has). ``inputs``: the right shapes of inputs whose declared
+    ones are wrong or too narrow; those not named stay. ``dims``: ranges of dynamic dims."""
+
+    opset: int | None = None
+    inputs: tuple[TensorSpec, ...] = ()
+    dims: Mapping[str, DimRange] = field(default_factory=dict)
+
+
+class NotBroughtOver(StageFailed):
+    """The opset or the shapes can't be changed to what was asked for."""
+
+
+def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Artifact:
+    """Bring ``src`` to an opset and to shapes: each repair is in ``notes["repaired"]`` with its reason.
+
+    Weights in Constant nodes become initializers, initializers are no longer listed as inputs, shapes of outputs are
+    those that come out when it runs. Quantized models keep each QuantizeLinear and DequantizeLinear.
+    ``NotBroughtOver`` where onnx can't convert an operator, or where the model doesn't run with the shapes given.
+    """
+    try:
+        notes: dict[str, Any] = run_in_child(
+            "accel.converters.onnx_from_onnx:run_conversion",
+            path=src.path,
+            signature=src.signature,
+            config=config,
+            out=out,
+        )
+    except ChildCrashed as error:
+        raise NotBroughtOver(f"onnx can't bring {src.path} over ({error}); export it again from its source") from error
+    model = read_proto(out, weights=True)
+    made = onnx_artifact(src, model, out, notes)
+    ranges = {d: r for d, r in {**src.signature.dims, **config.dims}.items() if d in made.signature.dims}
+    return replace(made, signature=made.signature.with_dims(ranges))
+
+
+def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig, out: Path) -> dict[str, Any]:
+    """What ``onnx_from_onnx`` does, in a child process: onnx's version converter and ONNX Runtime are native code."""
+    import onnx
+
+    model = read_proto(path, weights=True)
+    repaired: list[str] = []
+    _lift_constants(model, repaired)
+    _hide_initializers(model, repaired)
+    inputs = _redeclared(model, signature.inputs, config.inputs, repaired)
+    opset = config.opset or opset_of(model)
+    before = _quantizers(model)
+    if opset != opset_of(model):
+        model = _converted(model, opset, path)
+    if _quantizers(model) != before:
+        raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out --opset")
+    model.ir_version = max(
+        int(model.ir_version), int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
+    )
+    del model.graph.value_info[:]
+    ranges = {**signature.dims, **config.dims}
+    dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
+    _observe_outputs(model, Signature(inputs, (), dims), signature.outputs, path, repaired)
+    write_onnx(model, out)
+    if fault := check_file(out):
+        raise NotBroughtOver(f"{path} fails the checker at opset {opset}: {fault}; pass another --opset")
+    return {"repaired": repaired}
+
+
+def _lift_constants(model: onnx.ModelProto, repaired: list[str]) -> None:
+    import math
+
+    gone = []
+    for node in model.graph.node:
+        value = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
+        if node.op_type == "Constant" and value is not None and math.prod(value.dims) >= _WEIGHT_ELEMENTS:
+            tensor = model.graph.initializer.add()
+            tensor.CopyFrom(value)
+            tensor.name = node.output[0]
+            gone.append(node)
+    for node in gone:
+        model.graph.node.remove(node)
+    if gone:
+        repaired.append(f"{len(gone)} weights were Constant nodes; they are initializers now")
+
+
+def _hide_initializers(model: onnx.ModelProto, repaired: list[str]) -> None:
+    constants = {tensor.name for tensor in model.graph.initializer}
+    listed = [value for value in model.graph.input if value.name in constants]
+    for value in listed:
+        model.graph.input.remove(value)
+    if listed:
+        # Before IR 4 every weight had to be listed, and a runtime that takes it for an input can't fold it.
+        model.ir_version = max(int(model.ir_version), 4)
+        repaired.append(f"{len(listed)} weights were listed as inputs, where the caller could replace them; no longer")
+
+
+def _redeclared(
+    model: onnx.ModelProto, declared: Sequence[TensorSpec], given: Sequence[TensorSpec], repaired: list[str]
+) -> tuple[TensorSpec, ...]:
+    """The inputs with the shapes that were given, written into ``model``."""
+    import onnx
+
+    wanted = {spec.name: spec for spec in given}
+    if unknown := set(wanted) - {spec.name for spec in declared}:
+        names = ", ".join(spec.name for spec in declared)
+        raise BadInputSpec(f"the model has no input {sorted(unknown)[0]!r}; its inputs are: {names}")
+    found = []
+    for spec in declared:
+        new = wanted.get(spec.name, spec)
+        if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
+            raise BadInputSpec(f"the model takes {spec}, not {new}; only dims can be declared anew, correct --input")
+        if new.shape != spec.shape:
+            repaired.append(
+                f"{spec} was declared, {new} is what it takes: the user said so, and it runs at those sizes"
+            )
+        found.append(TensorSpec(spec.name, spec.dtype, new.shape, new.values or spec.values))
+    for value, spec in zip(model.graph.input, found, strict=True):
+        kind = onnx.helper.np_dtype_to_tensor_dtype(numpy_dtype(spec.dtype))
+        value.CopyFrom(onnx.helper.make_tensor_value_info(spec.name, kind, list(spec.shape)))
+    return tuple(found)
+
+
+def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
+    from onnx import version_converter
+
+    try:
+        return version_converter.convert_version(model, opset)
+    except Exception as error:
+        raise NotBroughtOver(
+            f"{path} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); leave out --opset"
+        ) from error
+
+
+def _quantizers(model: onnx.ModelProto) -> list[int]:
+    return [sum(node.op_type == kind for node in model.graph.node) for kind in _QDQ]
+
+
+def _observe_outputs(
+    model: onnx.ModelProto, signature: Signature, declared: Sequence[TensorSpec], path: Path, repaired: list[str]
+) -> None:
+    """Write down the shapes of the outputs that come out at several sizes."""
+    import onnx
+    import onnxruntime
+
+    names = [value.name for value in model.graph.output]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise NotBroughtOver(f"ONNX Runtime doesn't take what became of {path}: {one_line(error)}") from error
+    # At the ends of the ranges: many nets take multiples of some number only, and the ranges are what was promised.
+    cases: list[dict[str, int]] = [signature.sizes()]
+    for dim, bounds in signature.dims.items():
+        if bounds.min != bounds.max:
+            cases.append(signature.sizes(**{dim: bounds.max if bounds.max != bounds.opt else bounds.min}))
+    runs = []
+    for sizes in cases:
+        feeds = signature.example_inputs(**sizes)
+        try:
+            runs.append(dict(zip(names, session.run(names, feeds), strict=True)))
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            raise NotBroughtOver(
+                f"{path} doesn't run on {shapes} ({one_line(error)}); correct --input or --dim"
+            ) from error
+    was = {spec.name: spec for spec in declared}
+    for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):
+        kind = value.type.tensor_type.elem_type
+        value.CopyFrom(onnx.helper.make_tensor_value_info(spec.name, kind, list(spec.shape)))
+        old = was[spec.name].shape
+        fixed = [(a, b) for a, b in zip(old, spec.shape, strict=False) if isinstance(a, int) and a != b]
+        if len(old) != len(spec.shape) or fixed:
+            repaired.append(f"the output {spec.name} was declared [{','.join(map(str, old))}], it gives {spec}")

@@ -1,0 +1,187 @@
+"""TensorFlow to ONNX: frozen and converted by tf2onnx in the TensorFlow process."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.converters.onnx_names import Contract, give_names
+from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
+from accel.errors import AccelError, ChildCrashed, ExportFailed, StageFailed
+from accel.progress import report
+from accel.sources.onnx_file import one_line, opset_of, read_proto
+from accel.sources.tensorflow_process import in_tensorflow, require_tensorflow
+from accel.sources.tensorflow_source import TensorFlowSpec
+from accel.stage import StageConfig
+
+if TYPE_CHECKING:
+    import onnx
+
+# The newest opset that tf2onnx writes; onnx's own converter takes the file from there.
+TF2ONNX_OPSET = 18
+
+# TFLite's int8 kernels round their activations, with dynamic scales even those of float models with int8 weights.
+TFLITE_INT8_LIMIT = 5e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxFromTensorFlowConfig(StageConfig):
+    """``opset``: what the file will have, exactly."""
+
+    opset: int = 20
+
+
+class OpNotConverted(ExportFailed):
+    """tf2onnx has no ONNX form for an operator of the model; it is named."""
+
+
+def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: Path) -> Artifact:
+    """Convert ``src`` (kind ``tensorflow`` or ``tflite``) to ``out``, inputs and outputs under the names of its
+    signature. ``OpNotConverted`` names the operators that have no ONNX form, ``ExportFailed`` any other reason.
+    """
+    require_tensorflow("tf2onnx")
+    report(f"onnx_from_{src.kind}: tf2onnx")
+    spec = TensorFlowSpec.of(src)
+    made = out.with_name(f"{out.stem}.tf2onnx.onnx")
+    try:
+        note: dict[str, Any] = in_tensorflow(
+            "accel.converters.onnx_from_tensorflow:run_tf2onnx",
+            spec=spec,
+            contract=Contract(src.signature.inputs, src.signature.outputs),
+            opset=config.opset,
+            out=made,
+        )
+    except ChildCrashed as error:
+        raise ExportFailed(f"tf2onnx can't convert {src.source.get('spec', src.path)}: {error}") from error
+    model = read_proto(made, weights=True)
+    made.unlink()
+    return onnx_artifact(src, model, out, note)
+
+
+def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, out: Path) -> dict[str, Any]:
+    """Convert the model that ``spec`` names into ``out``; what is worth noting. Runs in the TensorFlow process."""
+    import tf2onnx
+
+    heard = _Heard()
+    log = logging.getLogger("tf2onnx")
+    log.addHandler(heard)
+    log.setLevel(logging.WARNING)
+    first = min(opset, TF2ONNX_OPSET)
+    try:
+        if spec.form == "tflite":
+            model, inputs, outputs = _from_tflite(Path(spec.path), first)
+        else:
+            model, inputs, outputs = _from_graph(spec, first)
+    except AccelError:
+        raise
+    except Exception as error:
+        raise _refused(spec.path, heard.lines, error) from error
+    finally:
+        log.removeHandler(heard)
+    foreign = sorted({node.op_type for node in model.graph.node if _is_foreign(node)})
+    if foreign or heard.unsupported:
+        raise _not_converted(spec.path, sorted({*foreign, *heard.unsupported}))
+    give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
+    model = at_opset(model, opset, spec.path)
+    write_onnx(model, out)
+    if fault := check_file(out):
+        raise ExportFailed(f"what tf2onnx made of {spec.path} fails the checker: {fault}")
+    return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": len(model.graph.node)}
+
+
+def _from_graph(spec: TensorFlowSpec, opset: int) -> tuple[onnx.ModelProto, Mapping[str, str], Mapping[str, str]]:
+    import tensorflow as tf
+    from tf2onnx import convert, tf_loader
+
+    from accel.sources.tensorflow_model import load
+
+    frozen = load(spec).freeze()
+    taken, given = list(frozen.inputs.values()), list(frozen.outputs.values())
+    graph = tf_loader.fix_freezing_errors_part2(frozen.graph)
+    with tf.Graph().as_default() as whole, tf.compat.v1.Session(graph=whole):
+        tf.import_graph_def(graph, name="")
+        graph = tf_loader.tf_optimize(taken, given, graph)
+    with tf.device("/cpu:0"):
+        model, _ = convert._convert_common(
+            graph, name="model", continue_on_error=True, opset=opset, input_names=taken, output_names=given
+        )
+    return model, frozen.inputs, frozen.outputs
+
+
+def _from_tflite(path: Path, opset: int) -> tuple[onnx.ModelProto, Mapping[str, str], Mapping[str, str]]:
+    from tf2onnx import convert
+
+    from accel.sources.tflite_model import operators, tensor_names
+
+    if "DENSIFY" in operators(path):
+        raise OpNotConverted(
+            f"{path} keeps its weights sparse (the operator DENSIFY), which tf2onnx can't write as ONNX; "
+            "convert the model to TFLite again without sparsity"
+        )
+    inputs, outputs = tensor_names(path)
+    model, _ = convert.from_tflite(
+        str(path), input_names=list(inputs.values()), output_names=list(outputs.values()), opset=opset
+    )
+    return model, inputs, outputs
+
+
+class _Heard(logging.Handler):
+    """What tf2onnx logs: it reports operators it can't convert there and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    @property
+    def unsupported(self) -> set[str]:
+        found = set()
+        for line in self.lines:
+            for match in re.finditer(r"op \[\S+: (\w+)\] is not supported|Op (\w+) is not implemented", line):
+                found.add(match[1] or match[2])
+        return found
+
+
+def _is_foreign(node: onnx.NodeProto) -> bool:
+    return node.domain not in ("", "ai.onnx", "ai.onnx.ml")
+
+
+def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
+    what = f"the operator {ops[0]}" if len(ops) == 1 else f"the operators {', '.join(ops)}"
+    cut = "export the part of the model without it" if len(ops) == 1 else "export the part of the model without them"
+    return OpNotConverted(f"{where} uses {what}, which tf2onnx can't write as ONNX; {cut}")
+
+
+def _refused(where: str, lines: list[str], error: Exception) -> StageFailed:
+    heard = _Heard()
+    heard.lines = [*lines, str(error)]
+    if heard.unsupported:
+        return _not_converted(where, sorted(heard.unsupported))
+    told = next((line for line in reversed(lines) if "rror" in line or "ailed" in line), "")
+    reason = one_line(f"{type(error).__name__}: {error}")
+    return ExportFailed(f"tf2onnx can't convert {where}: {reason}" + (f" ({one_line(told)[:160]})" if told else ""))
+
+
+def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
+    """``model`` at ``opset``, by onnx's version converter; the IR that goes with it."""
+    import onnx
+    from onnx import version_converter
+
+    if opset_of(model) != opset:
+        try:
+            model = version_converter.convert_version(model, opset)
+        except Exception as error:
+            raise ExportFailed(
+                f"{where} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); "
+                f"pass --opset {opset_of(model)}"
+            ) from error
+    del model.graph.value_info[:]  # with symbols of the converter's own, which would win over the names of the dims
+    model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
+    return model

@@ -1,0 +1,114 @@
+"""Giving a converted file the names and dims that the model's user knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel.errors import SignatureDrift
+from accel.signature import TensorSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The inputs and outputs a file has to have."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contract) -> None:
+    """Rename the inputs and outputs of ``model`` by ``names`` (the file's to the user's), in place, and write down the
+    shapes of ``contract``, inputs and outputs in its order.
+
+    Values inside that have such a name already are moved out of the way. An input that is given out as it came, and a
+    value that is given out twice, get an Identity. ``SignatureDrift`` where an output is missing.
+    """
+    import onnx
+
+    graph = model.graph
+    starts = {spec.name: spec for spec in contract.inputs}
+    ends = {spec.name: spec for spec in contract.outputs}
+    used = {value.name for value in (*graph.input, *graph.initializer)} | _names(graph)
+    for old, new in names.items():
+        if new in ends and old not in used:
+            raise SignatureDrift(f"the output {new!r} is missing in what was converted; export the model again")
+    # Nothing keeps a name that is about to be given.
+    moved: dict[str, str] = {}
+    for name in (*starts, *ends, *names):
+        if name in used and name not in moved:
+            fresh = f"{name}_inner"
+            while fresh in used:
+                fresh += "_"
+            used.add(fresh)
+            moved[name] = fresh
+    rename_values(graph, moved)
+    given = {moved[old]: new for old, new in names.items() if new in starts and old in moved}
+    rename_values(graph, given)
+    for old, new in names.items():
+        if new in ends:
+            inner = given.get(moved[old], moved[old])
+            graph.node.append(onnx.helper.make_node("Identity", [inner], [new], name=f"output_{new}"))
+    _declare(graph, starts, ends)
+    _drop_identities(graph, set(ends), set(starts))
+
+
+def _declare(graph: onnx.GraphProto, starts: Mapping[str, TensorSpec], ends: Mapping[str, TensorSpec]) -> None:
+    import onnx
+
+    from accel.signature import numpy_dtype
+
+    def value(spec: TensorSpec) -> onnx.ValueInfoProto:
+        kind = onnx.helper.np_dtype_to_tensor_dtype(numpy_dtype(spec.dtype))
+        return onnx.helper.make_tensor_value_info(spec.name, kind, list(spec.shape))
+
+    del graph.input[:]
+    graph.input.extend(value(spec) for spec in starts.values())
+    del graph.output[:]
+    graph.output.extend(value(spec) for spec in ends.values())
+    # Shapes noted inside are in the converter's own symbols; shape inference finds them anew.
+    del graph.value_info[:]
+
+
+def _drop_identities(graph: onnx.GraphProto, outputs: set[str], inputs: set[str]) -> None:
+    """Let the node that makes a value write the output itself, where only the Identity at the end reads that value."""
+    constants = {t.name for t in graph.initializer}
+    readers: dict[str, int] = {}
+    for node in graph.node:
+        for name in set(node.input):
+            readers[name] = readers.get(name, 0) + 1
+    inner = {name for node in graph.node for a in node.attribute for g in (a.g, *a.graphs) for name in _names(g)}
+    gone = []
+    for node in graph.node:
+        if node.op_type != "Identity" or node.output[0] not in outputs:
+            continue
+        name = node.input[0]
+        if name in inputs or name in constants or name in outputs or name in inner or readers[name] != 1:
+            continue
+        rename_values(graph, {name: node.output[0]})
+        gone.append(node)
+    for node in gone:
+        graph.node.remove(node)
+
+
+def _names(graph: onnx.GraphProto) -> set[str]:
+    """Every value that a node of the graph, or of a graph inside it, reads or makes."""
+    own = {name for node in graph.node for name in (*node.input, *node.output)}
+    return own | {n for node in graph.node for a in node.attribute for g in (a.g, *a.graphs) for n in _names(g)}
+
+
+def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Rename values wherever they occur, in subgraphs too."""
+    for node in graph.node:
+        for field in (node.input, node.output):
+            for index, name in enumerate(field):
+                field[index] = names.get(name, name)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                rename_values(inner, names)
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = names.get(value.name, value.name)

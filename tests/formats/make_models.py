@@ -1,0 +1,136 @@
+"""Small TensorFlow models of every form, written into the folder given. Run in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def keras_models() -> None:
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    net = keras.Sequential(
+        [
+            keras.Input((8, 8, 3)),
+            layers.Conv2D(4, 3, padding="same", activation="relu"),
+            layers.BatchNormalization(),
+            layers.GlobalAveragePooling2D(),
+            layers.Dropout(0.5),
+            layers.Dense(5, activation="softmax"),
+        ]
+    )
+    net.save("sequential.keras")
+    net.save("sequential.h5")
+    net.save_weights("only.weights.h5")
+    net.export("sequential", verbose=False)
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    x = layers.Embedding(50, 16)(ids)
+    x = x + layers.MultiHeadAttention(2, 8)(x, x)
+    x = layers.LSTM(12)(x)
+    model = keras.Model(ids, [layers.Dense(3, name="zeta")(x), layers.Dense(3, name="alpha")(x)])
+    model.save("functional.keras")
+    left, right = keras.Input((None, 4), name="left"), keras.Input((None, 4), name="right")
+    keras.Model([left, right], layers.Dense(2, name="both")(left * right)).save("two.keras")
+    code = keras.Input((3,), name="x")
+    keras.Model(code, layers.Lambda(lambda t: t + 1)(code)).save("lambda.keras")
+    keras.Sequential([layers.Dense(2)]).save("unbuilt.keras")
+
+
+def graphs() -> None:
+    v1 = tf.compat.v1
+    for name, dropout in (("frozen.pb", None), ("dropout.pb", "new"), ("dropout_tf1.pb", "old")):
+        with tf.Graph().as_default(), v1.Session() as session:
+            v1.set_random_seed(0)
+            x = v1.placeholder(tf.float32, [None, 6], name="x")
+            hidden = plain = tf.nn.relu(tf.matmul(x, v1.get_variable("w", [6, 4])))
+            if dropout == "new":
+                hidden = v1.nn.dropout(hidden, rate=0.3)
+            if dropout == "old":  # what TensorFlow 1.4 wrote
+                keep = tf.constant(0.7)
+                noise = tf.floor(keep + tf.random.uniform(tf.shape(hidden)))
+                hidden = tf.realdiv(hidden, keep) * noise
+            last = v1.get_variable("v", [4, 2])
+            tf.identity(tf.matmul(hidden, last), name="logits")
+            without = tf.matmul(plain, last)
+            session.run(v1.global_variables_initializer())
+            graph = v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), ["logits"])
+            Path(name).write_bytes(graph.SerializeToString())
+            feeds = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+            np.savez(f"{name}.npz", x=feeds, logits=session.run(without, {x: feeds}))
+            if dropout is None:
+                v1.train.Saver().save(session, "checkpoint/model")
+                logits = session.graph.get_tensor_by_name("logits:0")
+                v1.saved_model.simple_save(session, "tf1", {"x": x}, {"logits": logits})
+    with tf.Graph().as_default():
+        x = v1.placeholder(tf.float32, [2], name="x")
+        tf.identity(x + tf.random.normal([2]), name="noise")
+        Path("noise.pb").write_bytes(v1.get_default_graph().as_graph_def().SerializeToString())
+
+
+class Text(tf.Module):
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
+    def measure(self, text: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"length": tf.strings.length(text)}
+
+
+class TwoSignatures(tf.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = tf.Variable(2.0)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name="x")])
+    def double(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"doubled": x * self.scale}
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name="x")])
+    def square(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"squared": x * x * self.scale}
+
+
+def saved_models() -> None:
+    text, two = Text(), TwoSignatures()
+    tf.saved_model.save(text, "strings", signatures=text.measure)
+    tf.saved_model.save(two, "two_signatures", signatures={"double": two.double, "square": two.square})
+    tf.saved_model.save(TwoSignatures(), "no_signatures", signatures={})
+
+
+def tflite_models() -> None:
+    def convert(source: str, data: np.ndarray | None = None) -> bytes:
+        converter = tf.lite.TFLiteConverter.from_saved_model(source)
+        if data is not None:
+            converter.optimizations = [tf.lite.Optimize.DEFAULT]
+            converter.representative_dataset = lambda: ([sample[None]] for sample in data)
+            converter.target_spec.supported_ops = [tf.lite.OpsSet.TFLITE_BUILTINS_INT8]
+            converter.inference_input_type = converter.inference_output_type = tf.int8
+        return bytes(converter.convert())
+
+    images = np.random.default_rng(0).random((20, 8, 8, 3)).astype(np.float32)
+    Path("float.tflite").write_bytes(convert("sequential"))
+    Path("int8.tflite").write_bytes(convert("sequential", images))
+
+    class Gelu(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([1, 6, 4], tf.float32, name="x")])
+        def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+            return {"y": tf.nn.gelu(x)}
+
+    gelu = Gelu()
+    tf.saved_model.save(gelu, "gelu", signatures=gelu.run)
+    converter = tf.lite.TFLiteConverter.from_saved_model("gelu")
+    converter.optimizations = [tf.lite.Optimize.DEFAULT]
+    converter.representative_dataset = lambda: ([sample[None, :6, :4, 0]] for sample in images)
+    Path("gelu_int8.tflite").write_bytes(converter.convert())
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    keras_models()
+    graphs()
+    saved_models()
+    tflite_models()

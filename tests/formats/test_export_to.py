@@ -1,0 +1,103 @@
+"""accel export --to: out of ONNX, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import accel
+from accel.artifact import Artifact, manifest_path
+from accel.errors import GateFailed, UnknownName, UsageError
+from accel.runtimes.base import BaseSession
+
+
+def top1(session: BaseSession, data: Path) -> float:
+    """The share of the test digits that is recognised."""
+    with np.load(data) as test, session:
+        (logits,) = session.run({"image": test["image"]}).values()
+        return float((logits.argmax(1) == test["label"]).mean())
+
+
+@pytest.mark.parametrize("to", ["saved_model", "tflite", "ncnn", "openvino"])
+def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, to: str) -> None:
+    """Fails if the command as written doesn't work, its result can't be loaded from the folder alone, has lost names or
+    dynamic batch, or recognises other digits."""
+    out = tmp_path / "out_dir"
+    ran = cli("export", digits.path, "--to", to, "-o", out, "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["signature"]["inputs"][0]["shape"][0] == "batch"
+    assert body["gates"][-1]["passed"]
+    assert manifest_path(Path(body["path"])).is_file()
+    assert top1(accel.load(out), digits_data[1]) == top1(accel.load(digits), digits_data[1]) > 0.95
+    assert accel.compare(digits.path, out).passed
+    assert accel.inspect(out, check=True).intact
+
+
+def test_the_way_to_tensorflow_and_back(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if torch -> ONNX -> SavedModel -> ONNX loses a name, the batch, the chain or a digit."""
+    accel.export(digits.path, to="saved_model", out=tmp_path / "saved")
+    back = accel.export(tmp_path / "saved", out=tmp_path / "back.onnx")
+    assert back.signature.inputs == digits.signature.inputs
+    assert [spec.name for spec in back.signature.outputs] == [spec.name for spec in digits.signature.outputs]
+    assert top1(accel.load(back), digits_data[1]) == top1(accel.load(digits), digits_data[1])
+    stages = [record["name"] for record in back.history]
+    assert stages == ["onnx_from_torch", "simplify", "saved_model_from_onnx", "onnx_from_tensorflow", "simplify"]
+
+
+def test_straight_from_pytorch(my_model: Path, tmp_path: Path) -> None:
+    """Fails if a PyTorch source needs a stop at an ONNX file on the way to ncnn."""
+    spec = ["x:float32[batch,3,32,32]"]
+    made = accel.export(f"{my_model}:make", inputs=spec, to="ncnn", out=tmp_path / "net")
+    assert {f.name for f in made.files} == {"model.ncnn.param", "model.ncnn.bin"}
+    with accel.load(tmp_path / "net") as net, accel.load(f"{my_model}:make", inputs=spec) as eager:
+        feeds = eager.example_inputs(batch=3)
+        np.testing.assert_allclose(net.run(feeds)["output"], eager.run(feeds)["output"], atol=1e-5)
+
+
+def test_a_wrong_net_is_caught(
+    digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if weights that pnnx got wrong pass the gate, or take the final name."""
+    from accel.converters import ncnn_from_onnx as stage
+
+    real = stage._pnnx
+
+    def wrong(folder: Path, *rest: Any) -> str:
+        model = onnx.load(str(folder / "model.onnx"))
+        for tensor in model.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
+                values = onnx.numpy_helper.to_array(tensor) * np.float32(1.01)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+        onnx.save(model, str(folder / "model.onnx"))
+        return real(folder, *rest)
+
+    monkeypatch.setattr(stage, "_pnnx", wrong)
+    with pytest.raises(GateFailed, match="ncnn_from_onnx changed the output"):
+        accel.export(digits.path, to="ncnn", out=tmp_path / "net")
+    assert not (tmp_path / "net" / "model.ncnn.param").exists()
+
+
+def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if an unknown format or a file name for a folder is accepted."""
+    with pytest.raises(UnknownName, match="--to takes onnx, saved_model"):
+        accel.export(digits.path, to="coreml", out=tmp_path / "x")
+    with pytest.raises(UsageError, match="-o names a folder"):
+        accel.export(digits.path, to="ncnn", out=tmp_path / "x.param")
+
+
+def test_onnx2tf_is_not_there(
+    digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the missing library isn't named with the line that installs it: its pins keep it from being an extra."""
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "onnx2tf" else real(name, *a))
+    with pytest.raises(UsageError, match="pip install --no-deps onnx2tf=="):
+        accel.export(digits.path, to="tflite", out=tmp_path / "x")

@@ -1,0 +1,32 @@
+"""textgenrnn's net, with the weights that its package ships: a file of weights alone, so that code has to build it."""
+
+import importlib.util
+from pathlib import Path
+
+import keras
+from keras import layers, ops
+
+
+class AttentionWeightedAverage(layers.Layer):
+    """The mean over time, weighted by one learned number a channel."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 1), name="attention_W")
+
+    def call(self, x):
+        scores = ops.squeeze(ops.matmul(x, self.w), -1)
+        weights = ops.exp(scores - ops.max(scores, axis=-1, keepdims=True))
+        weights = weights / (ops.sum(weights, axis=1, keepdims=True) + 1e-7)
+        return ops.sum(x * ops.expand_dims(weights, -1), axis=1)
+
+
+def make():
+    ids = keras.Input((40,), dtype="int32", name="input")
+    embedded = layers.Embedding(465, 100, name="embedding")(ids)
+    first = layers.LSTM(128, return_sequences=True, name="rnn_1")(embedded)
+    second = layers.LSTM(128, return_sequences=True, name="rnn_2")(first)
+    mean = AttentionWeightedAverage(name="attention")(layers.Concatenate(name="rnn_concat")([embedded, first, second]))
+    model = keras.Model(ids, layers.Dense(465, activation="softmax", name="output")(mean))
+    package = importlib.util.find_spec("textgenrnn").submodule_search_locations[0]
+    model.load_weights(Path(package) / "textgenrnn_weights.hdf5")
+    return model

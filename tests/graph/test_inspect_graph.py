@@ -1,0 +1,214 @@
+"""accel inspect: what a graph costs, and the page that shows it, in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import accel
+from accel.artifact import Artifact
+from accel.graph.cost import graph_cost
+from accel.graph.layout import layout
+from accel.sources.onnx_file import describe_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+def test_flops_are_those_that_torch_counts(my_model: Path, tmp_path: Path) -> None:
+    """Fails if products and convolutions aren't counted as torch's own counter does, at one batch and at five."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    accel.export(f"{my_model}:make", inputs=["x:float32[batch,3,32,32]"], out=tmp_path / "m.onnx")
+    scope: dict[str, Any] = {}
+    exec(my_model.read_text(), scope)
+    for batch in (1, 5):
+        with FlopCounterMode(display=False) as counter:
+            scope["make"]()(torch.zeros(batch, 3, 32, 32))
+        found = accel.inspect(tmp_path / "m.onnx", sizes={"batch": batch}).graph
+        heavy = sum(n for op, n in found["flops_by_operator"].items() if op in ("Conv", "Gemm", "MatMul"))
+        assert heavy == counter.get_total_flops()
+        assert found["sizes"] == {"batch": batch}
+        assert found["most_expensive"][0]["operator"] == "Conv"
+
+
+def test_formulas_by_hand() -> None:
+    """Fails if a group, a stride, a transposed convolution, a recurrent layer or a quantized product counts wrong."""
+    rng = np.random.default_rng(0)
+
+    def weight(name: str, *shape: int, kind: type = np.float32) -> onnx.TensorProto:
+        return numpy_helper.from_array(rng.standard_normal(shape).astype(kind), name)
+
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], "conv", group=2, strides=[2, 2], pads=[1, 1, 1, 1]),
+        helper.make_node("ConvTranspose", ["c", "t"], ["d"], "transposed", strides=[2, 2]),
+        helper.make_node("LSTM", ["s", "lw", "lr"], ["h"], "lstm", hidden_size=5),
+        helper.make_node("DequantizeLinear", ["q", "one"], ["qf"], "dq_weight"),
+        helper.make_node("DequantizeLinear", ["a", "one"], ["af"], "dq_input"),
+        helper.make_node("MatMul", ["af", "qf"], ["m"], "quantized"),
+    ]
+    constants = [
+        weight("w", 6, 2, 3, 3), weight("t", 6, 3, 2, 2), weight("lw", 1, 20, 4), weight("lr", 1, 20, 5),
+        weight("q", 8, 7, kind=np.int8), numpy_helper.from_array(np.float32(0.1), "one"),
+    ]  # fmt: skip
+
+    def value(name: str, shape: list[int] | None, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, shape)
+
+    inputs = [value("x", [1, 4, 8, 8]), value("s", [3, 2, 4]), value("a", [2, 8], TensorProto.INT8)]
+    graph = helper.make_graph(nodes, "g", inputs, [value("d", None), value("h", None), value("m", None)], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    signature, _ = describe_model(model)
+    costs = {node.name: node for node in graph_cost(model, signature).nodes}
+    assert costs["conv"].flops == 2 * (6 * 4 * 4) * (2 * 3 * 3)
+    assert costs["transposed"].flops == 2 * (6 * 4 * 4) * (3 * 2 * 2)
+    assert costs["lstm"].flops == 2 * 3 * 2 * 4 * 5 * (4 + 5)
+    assert costs["quantized"].flops == 2 * 2 * 7 * 8
+    assert costs["quantized"].quantized
+    assert not costs["conv"].quantized
+    assert costs["conv"].parameters == 6 * 2 * 3 * 3
+
+
+def test_the_command_as_written(cli: Any, digits: Artifact, tmp_path: Path) -> None:
+    """Fails if --graph with --json doesn't give both the page and the numbers."""
+    ran = cli("inspect", digits.path, "--graph", tmp_path / "graph.html", "--json")
+    assert ran.code == 0, ran.stderr
+    graph = json.loads(ran.stdout)["graph"]
+    assert graph["flops"] > 0
+    assert graph["dynamic_dims"] == ["batch"]
+    assert len(graph["most_expensive"]) <= 10
+    page = (tmp_path / "graph.html").read_text()
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|@import|url\(", page)  # nothing is loaded
+    shown = cli("inspect", digits.path)
+    assert "GFLOPs at batch=1" in shown.stdout
+
+
+def test_what_has_no_graph(cli: Any, digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a page is promised of what is no ONNX, or a second model without a page."""
+    assert cli("export", digits.path, "--to", "openvino", "-o", tmp_path / "ir", "-q").code == 0
+    ran = cli("inspect", tmp_path / "ir", "--graph", tmp_path / "g.html")
+    assert (ran.code, "--graph draws ONNX" in ran.stderr) == (2, True)
+    ran = cli("inspect", digits.path, "--against", digits.path)
+    assert (ran.code, "--graph out.html" in ran.stderr) == (2, True)
+
+
+def test_layers_go_down() -> None:
+    """Fails if an edge goes up, or two nodes lie on one another."""
+    edges = [(0, 2), (1, 2), (2, 3), (0, 3), (3, 4), (2, 5), (5, 4)]
+    places, width, height = layout(6, edges)
+    assert all(places[a][1] < places[b][1] for a, b in edges)
+    assert len(set(places)) == 6
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+
+
+def hostile(path: Path) -> Path:
+    """A graph whose names try to end the script they are written into."""
+    name = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
+    nodes = [helper.make_node("Relu", ["x"], ["h"], name), helper.make_node("Neg", ["h"], ["y"], "last")]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
+    """The document as Chromium has it after ``script`` ran, once the page was ready."""
+    if script:
+        copy = page.with_name("driven.html")
+        copy.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+        page = copy
+    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900", "--dump-dom"]
+    words += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=3000", f"file://{page}{fragment}"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-500:]
+    return ran.stdout
+
+
+@browser
+def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a node isn't drawn, the search finds nothing, the details stay empty, or wheel and pointer don't move
+    the graph."""
+    page = tmp_path / "graph.html"
+    accel.inspect(digits, page=page)
+    count = sum(node.op_type != "Constant" for node in onnx.load(str(digits.path)).graph.node) + 2
+    text = looked_at(page, "#search=conv")
+    assert f'data-ready="{count}"' in text
+    assert text.count('<g class="node') == count
+    assert re.search(r'id="found">1 of \d+<', text)
+    details = text.partition('id="details"')[2]
+    assert "<h3>Conv " in details
+    assert "flops" in details
+    assert "kernel_shape: [" in details
+    moved = looked_at(
+        page,
+        script="""
+        {
+          const svg = document.getElementById("graph0"), box = svg.getBoundingClientRect(), seen = [];
+          const spot = { clientX: box.left + 100, clientY: box.top + 100, bubbles: true };
+          const look = () => seen.push(svg.getAttribute("viewBox"));
+          look();
+          svg.dispatchEvent(new WheelEvent("wheel", { ...spot, deltaY: -100 }));
+          look();
+          svg.dispatchEvent(new PointerEvent("pointerdown", spot));
+          svg.dispatchEvent(new PointerEvent("pointermove", { ...spot, clientX: spot.clientX + 50 }));
+          look();
+          document.body.dataset.seen = JSON.stringify(seen);
+        }
+        """,
+    )
+    match = re.search(r'data-seen="([^"]*)"', moved)
+    assert match
+    start, zoomed, panned = ([float(n) for n in view.split()] for view in json.loads(html.unescape(match[1])))
+    assert zoomed[2] < start[2]
+    assert panned[0] < zoomed[0]
+    assert panned[2:] == zoomed[2:]
+
+
+@browser
+def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if the page of two models doesn't show both, or says that nothing or everything changed."""
+    model = onnx.load(str(digits.path))
+    changed = next(node for node in model.graph.node if node.op_type == "Relu")
+    changed.op_type = "Sigmoid"
+    onnx.save(model, tmp_path / "other.onnx")
+    accel.inspect(digits, against=tmp_path / "other.onnx", page=tmp_path / "two.html")
+    text = looked_at(tmp_path / "two.html")
+    assert text.count("<svg") == 2
+    assert re.search(r'id="changes">\d+ same, 1 changed, 0 added, 0 removed<', text)
+    shot = tmp_path / "two.png"
+    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,700"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}", f"file://{tmp_path / 'two.html'}"]
+    subprocess.run(words, capture_output=True, timeout=120, check=True)
+    assert shot.read_bytes()[:4] == b"\x89PNG"
+    assert shot.stat().st_size > 10_000  # an empty window is a tenth of that
+
+
+@browser
+def test_hostile_names(tmp_path: Path) -> None:
+    """Fails if a name from the file becomes part of the page."""
+    accel.inspect(hostile(tmp_path / "h.onnx"), page=tmp_path / "h.html")
+    text = looked_at(tmp_path / "h.html", "#search=img")
+    assert "<title>h.onnx</title>" in text
+    assert "<img" not in text
+    assert 'data-ready="4"' in text
+
+
+def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the missing extra isn't named."""
+    from accel.errors import MissingExtra
+
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingExtra, match=r"accel-toolchain\[report\]"):
+        accel.inspect(digits, page=tmp_path / "g.html")
