@@ -186,5 +186,5 @@ def _unwritten(path: Path, error: BaseException) -> CannotWrite:
 
 
 def plain(module: torch.nn.Module) -> dict[str, Any]:
-    """Parameters and buffers by the names the model's own ``state_dict`` has, DDP's prefix left out."""
-    return {name.removeprefix("module."): value for name, value in module.state_dict().items()}
+    """Parameters and buffers by the names the model's own ``state_dict`` has."""
+    return dict(module.state_dict())

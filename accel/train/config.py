@@ -20,6 +20,8 @@ APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
 RECOMPUTE = ("none", "selective", "full")
+# What ``[tensor_parallel]`` may call a module. See ``accel.train.tensor_parallel``.
+STYLES = ("column", "row", "vocabulary", "sequence", "split")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 C = TypeVar("C")
@@ -50,11 +52,13 @@ class ParallelConfig:
 
     ``zero``: 0 replicates everything, 1 shards optimizer states, 2 also gradients, 3 also parameters (over dp).
     ``replicate``: replicas of the sharded group (hybrid sharding). ``recompute``: activation checkpointing.
+    ``sequence_parallel``: tensor-parallel ranks hold a part of the sequence each where the plan doesn't cut tensors.
     """
 
     zero: int = 0
     replicate: int = 1
     tp: int = 1
+    sequence_parallel: bool = True
     pp: int = 1
     pipeline: str = "1f1b"
     recompute: str = "none"
@@ -117,7 +121,8 @@ class TrainConfig:
     token-sum
     cross entropy, targets of -100 left out. ``evaluate``: a function ``module -> {metric: value}``, run on
     rank 0 every ``evaluate_every`` steps and at the end. Batches are in samples; ``global_batch`` over all ranks is cut
-    into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them.
+    into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them. ``tensor_parallel``: how
+    modules are cut, by name pattern (see ``accel.train.tensor_parallel``).
     """
 
     model: str = ""
@@ -138,6 +143,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     shape: ShapeConfig = field(default_factory=ShapeConfig)
+    tensor_parallel: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -166,7 +172,7 @@ class TrainConfig:
         tables = {name: value for name, value in body.items() if isinstance(value, dict)}
         lines = [f"{name} = {_toml(value)}" for name, value in body.items() if name not in tables]
         for name, table in tables.items():
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+            lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
     def data_ranks(self, world_size: int) -> int:
@@ -214,6 +220,10 @@ def _build(kind: type[C], body: Mapping[str, Any], where: str) -> C:
 def _value(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast("type[Any]", kind), value, f"{where}.")
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
+            raise BadConfig(f'{where} is a table of texts, not {value!r}; write [{where}] with "pattern" = "style"')
+        return dict(value)
     if isinstance(kind, types.GenericAlias):
         if not isinstance(value, list | tuple) or not all(isinstance(v, int | float) for v in value):
             raise BadConfig(f"{where} is a list of numbers, not {value!r}; write e.g. {where} = [0.9, 0.95]")
@@ -230,6 +240,10 @@ def _value(kind: Any, value: Any, where: str) -> Any:
 
 
 _KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() else json.dumps(name)
 
 
 def _toml(value: Any) -> str:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import accel.errors
-from accel.errors import AccelError, BadConfig, TrainingFailed
+from accel.errors import AccelError, TrainingFailed
 from accel.progress import report
 from accel.train.config import TrainConfig
-from accel.train.loop import LOG
+from accel.train.log import LOG
 from accel.train.rank import ERRORS, RESULT
+from accel.train.rules import runnable
 
 
 def train(
@@ -39,8 +40,7 @@ def train(
     """
     if nnodes == "1":
         config.validate(nproc)
-    if not config.model or not config.data:
-        raise BadConfig("the config needs model and data; write model = 'package.module:factory'")
+    runnable(config)
     out.mkdir(parents=True, exist_ok=True)
     if fresh:
         for name in ("checkpoints", "final"):

@@ -20,7 +20,8 @@ def main(config_file: Path, out: Path) -> int:
     import torch.distributed as dist
 
     from accel.train.config import TrainConfig
-    from accel.train.loop import Trainer, join
+    from accel.train.layout import join
+    from accel.train.loop import Trainer
 
     rank = int(os.environ.get("RANK", "0"))
     try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from accel.errors import BadConfig
-from accel.train.config import APEX, MODES, OPTIMIZERS, PIPELINES, RECOMPUTE, SCHEDULES, TrainConfig
+from accel.train.config import APEX, MODES, OPTIMIZERS, PIPELINES, RECOMPUTE, SCHEDULES, STYLES, TrainConfig
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -22,6 +22,17 @@ def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
     yield from _layout(config, world_size)
 
 
+def runnable(config: TrainConfig) -> None:
+    """Raise ``BadConfig`` where ``config`` is enough for a plan and not for a run."""
+    if not config.model or not config.data:
+        raise BadConfig("the config needs model and data; write model = 'package.module:factory'")
+    if config.parallel.tp > 1 and not config.tensor_parallel:
+        raise BadConfig(
+            "tensor parallel needs a plan of what is cut; write [tensor_parallel] with e.g. "
+            '"blocks.*.attention.query" = "column"'
+        )
+
+
 def _names(config: TrainConfig) -> Iterator[str]:
     choices = (
         ("precision.mode", config.precision.mode, (*MODES, *APEX)),
@@ -33,6 +44,9 @@ def _names(config: TrainConfig) -> Iterator[str]:
     for key, value, known in choices:
         if value not in known:
             yield f"{key} is {value!r}; use one of {', '.join(known)}"
+    for pattern, style in config.tensor_parallel.items():
+        if style not in STYLES:
+            yield f"tensor_parallel.{pattern!r} is {style!r}; use one of {', '.join(STYLES)}"
     if config.parallel.zero not in (0, 1, 2, 3):
         yield f"parallel.zero is {config.parallel.zero}; ZeRO has the stages 0, 1, 2 and 3"
 
@@ -96,10 +110,23 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     if p.pp > 1 and p.zero == 3:
         yield "ZeRO 3 gathers the parameters again for every micro-batch of a pipeline; use parallel.zero = 2 with pp"
+    yield from _pipeline(config, world_size)
     if p.pp > 1 and config.shape.layers and config.shape.layers < p.pp:
         yield f"{config.shape.layers} layers can't be cut into {p.pp} pipeline stages; use a smaller pp"
-    for key, size in (("heads", config.shape.heads), ("vocab", config.shape.vocab)):
-        if size % p.tp:
-            yield f"{size} {key} don't divide by tp {p.tp}; use a divisor, or pad them"
+    if config.shape.heads % p.tp:
+        yield f"{config.shape.heads} heads don't divide by tp {p.tp}; use a divisor"
     if p.offload and p.zero == 0:
         yield "CPU offload keeps shards on the host, and ZeRO 0 has none; use parallel.zero = 3"
+
+
+def _pipeline(config: TrainConfig, world_size: int) -> Iterator[str]:
+    p, batches = config.parallel, config.accumulation(world_size)
+    if p.pp == 1:
+        return
+    if batches < p.pp:
+        yield (
+            f"{batches} micro-batches a step leave most of {p.pp} pipeline stages idle; use --micro-batch="
+            f"{max(1, config.global_batch // (config.data_ranks(world_size) * p.pp))}, or a larger global_batch"
+        )
+    elif p.pipeline == "interleaved" and batches % (batches // p.pp):
+        yield f"interleaved takes micro-batches in rounds of {p.pp}, {batches} aren't; use a multiple of {p.pp}"
