@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import BadConfig
 from accel.plan.measure import blocks
+from accel.train import context_parallel, tensor_parallel
 from accel.train import loss as losses
-from accel.train import tensor_parallel
+from accel.train.compression import compress
 from accel.train.config import TrainConfig
 from accel.train.inputs import input_names
 from accel.train.layout import Ranks
@@ -49,7 +51,12 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     torch.manual_seed(config.seed)  # the same weights on every rank
     module = make_model(config.model).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)
+    if ranks.cp is not None:
+        context_parallel.share(module, config, ranks, data)
     recompute(module, p.recompute)
+    if config.compile:
+        for block in blocks(module):
+            block.compile()
     styles = tensor_parallel.match(module, config.tensor_parallel) if ranks.tp is not None else {}
     if ranks.pp is not None:
         from accel.train import pipeline
@@ -64,5 +71,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
             shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
         return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs)
     called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module))
-    passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device)
+    if isinstance(called, DistributedDataParallel):
+        compress(called, p)
+    passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)
     return Built(module=module, passes=passes, inputs=inputs)

@@ -22,6 +22,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 RECOMPUTE = ("none", "selective", "full")
 # What ``[tensor_parallel]`` may call a module. See ``accel.train.tensor_parallel``.
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
+COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 C = TypeVar("C")
@@ -53,6 +54,9 @@ class ParallelConfig:
     ``zero``: 0 replicates everything, 1 shards optimizer states, 2 also gradients, 3 also parameters (over dp).
     ``replicate``: replicas of the sharded group (hybrid sharding). ``recompute``: activation checkpointing.
     ``sequence_parallel``: tensor-parallel ranks hold a part of the sequence each where the plan doesn't cut tensors.
+    ``cp``: data-parallel ranks that share the sequences of the same samples, cut after the module ``cp_split``.
+    ``compression`` of DDP's gradients on their way: bf16, fp16, or PowerSGD of rank ``compression_rank`` after
+    ``compression_start`` exact steps.
     """
 
     zero: int = 0
@@ -61,6 +65,11 @@ class ParallelConfig:
     sequence_parallel: bool = True
     pp: int = 1
     pipeline: str = "1f1b"
+    cp: int = 1
+    cp_split: str = "embed"
+    compression: str = "none"
+    compression_rank: int = 4
+    compression_start: int = 100
     recompute: str = "none"
     offload: bool = False
 
@@ -122,7 +131,8 @@ class TrainConfig:
     cross entropy, targets of -100 left out. ``evaluate``: a function ``module -> {metric: value}``, run on
     rank 0 every ``evaluate_every`` steps and at the end. Batches are in samples; ``global_batch`` over all ranks is cut
     into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them. ``tensor_parallel``: how
-    modules are cut, by name pattern (see ``accel.train.tensor_parallel``).
+    modules are cut, by name pattern (see ``accel.train.tensor_parallel``). ``compile``: each block by torch.compile.
+    ``hang_seconds`` without a step stop the run, and the rank that hangs is named (0: never).
     """
 
     model: str = ""
@@ -135,8 +145,10 @@ class TrainConfig:
     micro_batch: int = 8
     seed: int = 0
     deterministic: bool = False
+    compile: bool = False
     log_every: int = 10
     loader_processes: int = 0
+    hang_seconds: float = 1800.0
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -176,8 +188,8 @@ class TrainConfig:
         return "\n".join(lines) + "\n"
 
     def data_ranks(self, world_size: int) -> int:
-        """Ranks that see different samples: the world over tp and pp."""
-        return world_size // (self.parallel.tp * self.parallel.pp)
+        """Ranks that see different samples: the world over tp, pp and cp."""
+        return world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches a rank runs in a step."""

@@ -19,8 +19,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 class Ranks:
     """This process: its rank, how many there are, its device, and its meshes (None where there is nothing to do).
 
-    ``data``: what ZeRO works over: one axis, or replicas and shards. ``data_rank`` of ``data_ranks``: which
-    samples this rank sees. ``saving``: a gloo group of all.
+    ``data``: what ZeRO works over: one axis, or replicas and shards; ranks that share sequences (``cp``) are in it too.
+    ``data_rank`` of ``data_ranks``: which samples this rank sees. ``saving``: a gloo group of all.
     """
 
     rank: int
@@ -29,6 +29,7 @@ class Ranks:
     data: DeviceMesh | None = None
     tp: DeviceMesh | None = None
     pp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
     saving: dist.ProcessGroup | None = None
     data_rank: int = 0
     data_ranks: int = 1
@@ -64,7 +65,8 @@ def join(config: TrainConfig) -> Ranks:
         two = p.zero > 0 and p.replicate > 1
         shape = (p.replicate, world // p.replicate) if two else (world,)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES[1:3] if two else AXES[2:3])
-        return Ranks(**common, data=mesh, data_rank=rank)
+        cp = init_device_mesh(device.type, (samples, p.cp), mesh_dim_names=("dp", "cp"))["cp"] if p.cp > 1 else None
+        return Ranks(**common, data=mesh, cp=cp, data_rank=rank // p.cp)
     # Stage 0 is FSDP2 too beside other axes, with shards over one rank, so that all parameters are of one kind.
     replicate = samples if p.zero == 0 else p.replicate
     mesh = init_device_mesh(device.type, (p.pp, replicate, samples // replicate, p.tp), mesh_dim_names=AXES)

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +41,13 @@ class StepLog:
             "memory_bytes": _memory(),
         }
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
+        self._write(body)
+
+    def note(self, said: str) -> None:
+        """Something that whoever watches has to know."""
+        self._write({"note": said})
+
+    def _write(self, body: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(body) + "\n")
 

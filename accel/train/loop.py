@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.errors import BadData, TrainingFailed
 from accel.train import loss as losses
-from accel.train import tensor_parallel
+from accel.train import tensor_parallel, watchdog
 from accel.train.build import build, make_model
 from accel.train.checkpoint import Checkpoints
 from accel.train.config import TrainConfig
@@ -68,9 +68,13 @@ class Trainer:
         self.resume()
         batches = self.batches()
         log = StepLog(self.out / LOG, self.config, self.step) if self.ranks.rank == 0 else None
+        if log is not None:
+            for said in self.checkpoints.damaged:
+                log.note(f"passed over: {said}")
         last: dict[str, float] = {}
         try:
             while self.step < self.config.steps:
+                watchdog.beat(self.out)
                 last = self.one_step(batches)
                 if log is not None:
                     log.step(self.step, last)
@@ -78,6 +82,7 @@ class Trainer:
         finally:
             self._wait_quietly()
         self.checkpoints.wait()
+        watchdog.beat(self.out)
         self.finish()
         return {"steps": self.step, **last, "metrics": self.metrics}
 
@@ -144,7 +149,9 @@ class Trainer:
         """Of this step's dropout: the same when resumed, and on the ranks that compute the same samples together."""
         ranks = self.ranks
         stage = ranks.pp.get_local_rank() if ranks.pp is not None else 0
-        return (self.config.seed << 32) + self.step * ranks.data_ranks + ranks.data_rank + (stage << 48)
+        parts, part = (ranks.cp.size(), ranks.cp.get_local_rank()) if ranks.cp is not None else (1, 0)
+        stream = (self.step * ranks.data_ranks + ranks.data_rank) * parts + part
+        return (self.config.seed << 32) + stream + (stage << 48)
 
     def _not_finite(self, loss: float) -> str:
         bad = ""
@@ -211,12 +218,12 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest finished checkpoint there is, written on whatever world size and ZeRO stage."""
-        found = self.checkpoints.complete()
-        if not found:
+        if not self.checkpoints.complete():
             return
         self.optimizer.materialise()
         state = self.state()
-        run = self.checkpoints.load(found[-1], state, self.config.model)
+        run = self.checkpoints.load_newest(state, self.config.model)
+        assert run is not None
         with torch.no_grad():
             own = self.module.state_dict()
             for name, value in state.items():

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from accel.train import loss as losses
+from accel.train.context_parallel import part
 from accel.train.inputs import call, to_device
 from accel.train.precision import autocast, parameter_dtype
 from accel.train.zero import micro_batch
@@ -31,8 +33,11 @@ class Passes(Protocol):
 class Accumulated:
     """Micro-batches in turn, gradients accumulated."""
 
-    def __init__(self, module: nn.Module, loss: losses.Loss, *, zero: int, mode: str, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, loss: losses.Loss, *, zero: int, mode: str, device: torch.device, cp: DeviceMesh | None
+    ) -> None:
         self.module, self.loss, self.zero, self.mode, self.device = module, loss, zero, mode, device
+        self.cp = cp
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
         seen = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -40,7 +45,8 @@ class Accumulated:
             with micro_batch(self.module, self.zero, last=index == len(batches) - 1):
                 with autocast(self.mode, self.device.type):
                     outputs = call(self.module, to_device(x, self.device, parameter_dtype(self.mode)))
-                seen += backward(outputs, y.to(self.device), self.loss, forth)
+                targets = y.to(self.device) if self.cp is None else part(y.to(self.device), self.cp)
+                seen += backward(outputs, targets, self.loss, forth)
         return seen
 
 

@@ -67,6 +67,16 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "PP 2, interleaved": ["parallel.pp=2", "parallel.pipeline=interleaved"],
         "PP 2, zero-bubble": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
         "PP 2, full recomputation": ["parallel.pp=2", "parallel.recompute=full"],
+        "CP 2 (Ulysses) x ZeRO 0": ["parallel.cp=2"],
+        "CP 2 (Ulysses) x ZeRO 3, full recomputation, clipping": [
+            "parallel.cp=2", "parallel.zero=3", "parallel.recompute=full", "optimizer.clip=0.1",
+        ],
+        "ZeRO 0, gradients sent in bf16": ["parallel.compression=bf16"],
+        "ZeRO 0, gradients sent in fp16": ["parallel.compression=fp16"],
+        "ZeRO 0, PowerSGD of rank 4 from step 5": [
+            "parallel.compression=powersgd", "parallel.compression_rank=4", "parallel.compression_start=5",
+        ],
+        "ZeRO 3, compiled blocks": ["parallel.zero=3", "compile=true"],
     },
     4: {
         "ZeRO 3 in 2 replicas (HSDP)": ["parallel.zero=3", "parallel.replicate=2"],
@@ -87,6 +97,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "PP 2 x TP 2, zero-bubble, clipping": [
             "parallel.pp=2", "parallel.tp=2", "parallel.pipeline=zero-bubble", "optimizer.clip=0.1",
         ],
+        "CP 2 (Ulysses) x ZeRO 3 in 2 replicas": ["parallel.cp=2", "parallel.zero=3", "parallel.replicate=2"],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
     },
     8: {
@@ -114,6 +125,7 @@ GRADIENTS = {
     2: {
         "zero3": ["parallel.zero=3"],
         "tp": ["parallel.tp=2"],
+        "cp": ["parallel.cp=2"],
         "pp": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
     },
     4: {"zero3": ["parallel.zero=3"], "tp_fsdp": SAVED[4]["tp_fsdp"], "pp_tp": SAVED[4]["pp_tp"]},
@@ -153,7 +165,7 @@ def start(overrides: list[str], out: Path) -> Trainer:
     made = config(overrides)
     p = made.parallel
     made.validate(int(os.environ.get("WORLD_SIZE", "1")))
-    layout = ParallelConfig(zero=min(p.zero, 1), replicate=p.replicate, tp=p.tp, pp=p.pp)
+    layout = ParallelConfig(zero=min(p.zero, 1), replicate=p.replicate, tp=p.tp, pp=p.pp, cp=p.cp)
     return Trainer(made, out, _join(layout))
 
 
@@ -244,11 +256,14 @@ def _refused(folder: Path) -> dict[str, str]:
     for name, plan, overrides in (
         ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
         ("odd length", PLAN, [f"data={HERE}:odd_data"]),
+        ("cut too late", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=blocks.0"]),
+        ("cut too early", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=embed.tokens"]),
         ("wrong chain", PLAN, [f"model={HERE}:wrong_chain", "parallel.tp=1", "parallel.pp=2"]),
     ):
         made = dataclasses.replace(config(["parallel.tp=2", *overrides]), tensor_parallel=plan)
         try:
-            trainer = Trainer(made, folder / "none", _join(ParallelConfig(tp=made.parallel.tp, pp=made.parallel.pp)))
+            p = made.parallel
+            trainer = Trainer(made, folder / "none", _join(ParallelConfig(tp=p.tp, pp=p.pp, cp=p.cp)))
             trainer.one_step(trainer.batches())
         except AccelError as error:
             said[name] = str(error)

@@ -41,6 +41,8 @@ EXACT = 2e-5
 
 def _bound(name: str) -> float:
     """The largest difference of a loss that a row may show: float32 rows 2e-5, 16-bit ones what rounding brings."""
+    if "PowerSGD" in name:
+        return 0.1
     if "fp16-only" in name:
         return 0.02
     return 0.01 if "fp16" in name or "bf16" in name else EXACT
@@ -141,6 +143,8 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
     [
         ("left out", r"norm.weight has another gradient on each tensor-parallel rank.*\"norm\" = \"sequence\""),
         ("odd length", "a sequence of 15 doesn't divide by tp 2; pad it"),
+        ("cut too late", "with its sequence cut after blocks.0, the model gives something else"),
+        ("cut too early", r"can't be run with its sequence cut after embed.tokens \(The size of tensor"),
         ("wrong chain", "the pipeline's chain gives something else than the model"),
     ],
 )
