@@ -44,7 +44,8 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def accel_step(zero: int, folder: Path) -> Callable[[], None]:
     from accel.train.config import TrainConfig
-    from accel.train.loop import Trainer, join
+    from accel.train.layout import join
+    from accel.train.loop import Trainer
 
     here = f"{Path(__file__).absolute()}"
     body: dict[str, Any] = {

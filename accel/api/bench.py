@@ -96,12 +96,16 @@ def _expand(model: Model) -> list[Model]:
     return [*files] or [model]
 
 
+# What marks a folder as a source: one written by save_pretrained, one written by accel train.
+_SOURCES = ("config.json", "final/config.json")
+
+
 def _open(model: Model, inputs: Inputs | None, weights: Path | None, dims: Dims | None) -> Artifact:
     if isinstance(model, Artifact):
         return model
     path = Path(model)
     ready = path.suffix in KINDS or (path.is_dir() and main_file(path) is not None)
-    known = (path / "config.json").is_file() or saved_model_file(path) is not None
+    known = any((path / name).is_file() for name in _SOURCES) or saved_model_file(path) is not None
     if path.is_dir() and not ready and not known:
         raise BadSource(f"{path} holds no artifact; make one with accel optimize -o {path}")
     # What says what goes into a source has nothing to say to a file that knows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import BadConfig
+from accel.errors import BadConfig, UnsupportedHere
 from accel.plan.search import Plan, search
 from accel.plan.spec import Layout, Machine, ModelSpec
 
@@ -44,6 +44,8 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
     """How ``config`` lies on ``world`` ranks. Raises ``BadConfig`` where it can't."""
     config.validate(world)
     p = config.parallel
+    if p.cp > 1:
+        raise UnsupportedHere("accel plan doesn't know context parallel; plan the same run with parallel.cp = 1")
     return Layout(
         world=world,
         zero=p.zero,

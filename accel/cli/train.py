@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where the machines meet.")
 @click.option("--max-restarts", type=int, default=0, show_default=True, help="Restarts after a rank died.")
 @click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
+@click.option("--tp", type=int, help="Ranks that share each tensor, by [tensor_parallel] of CONFIG.")
+@click.option("--pp", type=int, help="Pipeline stages (--parallel.pipeline says which schedule).")
 @click.option("--steps", type=int, help="Optimizer steps.")
 @click.option("--precision", help="fp32, autocast-bf16, autocast-fp16, bf16, fp16, ... or O0 to O3.")
 @click.option("--fresh", is_flag=True, help="Start over where the folder holds checkpoints.")
@@ -36,6 +38,8 @@ def command(
     rendezvous: str | None,
     max_restarts: int,
     zero: int | None,
+    tp: int | None,
+    pp: int | None,
     steps: int | None,
     precision: str | None,
     fresh: bool,
@@ -51,7 +55,13 @@ def command(
     from accel.train.config import TrainConfig
     from accel.train.launch import find_config, train
 
-    given = {"parallel.zero": zero, "steps": steps, "precision.mode": precision}
+    given = {
+        "parallel.zero": zero,
+        "parallel.tp": tp,
+        "parallel.pp": pp,
+        "steps": steps,
+        "precision.mode": precision,
+    }
     words = [f"{key}={value}" for key, value in given.items() if value is not None]
     for text in overrides:
         if not text.startswith("--") or "=" not in text:

@@ -59,14 +59,29 @@ class Block(nn.Module):
         return y
 
 
+class Embed(nn.Module):
+    """Token ids int64[b, s] to hidden states float[b, s, h]: what a token is and where it stands."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.hidden)
+        self.positions = nn.Embedding(config.seq, config.hidden)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return x
+
+
 class GPT(nn.Module):
     """Token ids int64[b, s] to logits float[b, s, vocab]."""
+
+    # The modules that ``forward`` is, one after the other: where a pipeline may cut.
+    pipeline_chain = ("embed", "blocks", "norm", "head")
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab, config.hidden)
-        self.positions = nn.Embedding(config.seq, config.hidden)
+        self.embed = Embed(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
@@ -80,7 +95,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))

@@ -5,8 +5,8 @@
     RUN/final/                       what ``accel export`` takes (see ``accel.train.final``)
 
 A folder without ``run.json`` is unfinished and is never resumed from: that file is written last, after every rank's
-shards
-are on disk, and the folder gets its name after that.
+shards are on disk, and the folder gets its name after that. It holds size and CRC-32 of each file: a checkpoint that is
+damaged is named and the one before it used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -39,6 +40,8 @@ class Checkpoints:
         self.folder = folder / "checkpoints"
         self.config = config
         self.group = group  # a gloo group of its own, so that a save in the background meets no other collective
+        self.damaged: list[str] = []  # what was wrong with each checkpoint that was passed over
+        self._passed: set[str] = set()
         self._pending: tuple[Future[Any] | Any, Path, dict[str, Any]] | None = None
 
     @property
@@ -52,7 +55,8 @@ class Checkpoints:
 
     def has(self, step: int) -> bool:
         """Whether ``step`` has a finished checkpoint."""
-        return (self.folder / f"step-{step:08d}" / RUN).is_file()
+        name = f"step-{step:08d}"
+        return name not in self._passed and (self.folder / name / RUN).is_file()
 
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Write ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
@@ -97,15 +101,27 @@ class Checkpoints:
         self._finish(final, run)
 
     def _finish(self, final: Path, run: dict[str, Any]) -> None:
+        part = final.with_name(f".{final.name}.part")
+        rank = dist.get_rank() if self.group is not None else 0
+        own = sorted(part.glob(f"__{rank}_*.distcp")) + ([part / ".metadata"] if rank == 0 else [])
+        files = self._together({f.name: [f.stat().st_size, _crc32(f)] for f in own})
         if self._first:
-            part = final.with_name(f".{final.name}.part")
-            _write(part / RUN, run)
+            _write(part / RUN, {**run, "files": {k: v for one in files for k, v in one.items()}})
             if final.exists():
                 shutil.rmtree(final)
             part.replace(final)
+            self._passed.discard(final.name)
             self._keep()
         if self.group is not None:
             dist.barrier(self.group)
+
+    def _together(self, own: Any) -> list[Any]:
+        """What every rank has, in the order of the ranks."""
+        if self.group is None:
+            return [own]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own, group=self.group)
+        return found
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """On rank 0: note that ``step`` is the best, where it is. The folder is kept whatever ``keep`` says."""
@@ -131,49 +147,81 @@ class Checkpoints:
     def _keep(self) -> None:
         best = self.best()
         spare = f"step-{best['step']:08d}" if best else ""
-        for old in self.complete()[: -self.config.keep]:
+        sound = [path for path in self.complete() if path.name not in self._passed]
+        for old in sound[: -self.config.keep]:
             if old.name != spare:
                 shutil.rmtree(old)
 
-    def load(self, path: Path, state: dict[str, Any], model: str) -> dict[str, Any]:
-        """Read the checkpoint in ``path`` into the tensors of ``state``, in place; returns its ``run.json``.
+    def load_newest(self, state: dict[str, Any], model: str) -> dict[str, Any] | None:
+        """Read the newest sound checkpoint into the tensors of ``state``, in place; returns its ``run.json``, None
+        where there is no checkpoint. Every rank calls it and takes the same one; ``damaged`` says what was passed over.
 
-        Raises ``BadCheckpoint`` where it is unfinished, damaged or of another model than ``model``.
+        Raises ``BadCheckpoint`` where it is of another model than ``model``, or none can be read.
         """
-        run = self.check(path, model)
-        reader = dcp.FileSystemReader(path)
+        found = self.complete()
+        for path in reversed(found):
+            try:
+                run = self.check(path, model)
+                wrong = self._wrong(path, run)
+                if not wrong:
+                    self._read(path, state)
+                    return run
+            except _Unreadable as error:
+                wrong = str(error)
+            self.damaged.append(wrong)
+            self._passed.add(path.name)
+        if found:
+            raise BadCheckpoint(f"no checkpoint can be read: {self.damaged[0]}; restore it, or start with --fresh")
+        return None
+
+    def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:
             with warnings.catch_warnings():  # alone, torch warns that it is
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                reader = dcp.FileSystemReader(path)
                 dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise BadCheckpoint(f"{path} can't be read ({reason}); delete it to resume from the one before") from error
-        return run
+            raise _Unreadable(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from error
 
     def check(self, path: Path, model: str) -> dict[str, Any]:
-        """``run.json`` of a finished checkpoint of ``model`` whose shards have the sizes it records."""
+        """``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` where it is of another model."""
         try:
             run: dict[str, Any] = json.loads((path / RUN).read_text())
-        except (OSError, ValueError) as error:
-            raise BadCheckpoint(f"{path} has no readable {RUN}: it was never finished; delete it") from error
-        if run["model"] != model:
-            raise BadCheckpoint(f"{path} is of the model {run['model']}, not {model}; give another --out")
-        for name, size in run.get("files", {}).items():
-            if not (path / name).is_file() or (path / name).stat().st_size != size:
-                raise BadCheckpoint(f"{path / name} is missing or cut short; delete {path.name} to resume before it")
+            other = run["model"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _Unreadable(f"{path} has no readable {RUN}") from error
+        if other != model:
+            raise BadCheckpoint(f"{path} is of the model {other}, not {model}; give another --out")
         return run
 
+    def _wrong(self, path: Path, run: dict[str, Any]) -> str:
+        """What is wrong with the files in ``path``, "" for nothing; each rank looks at some of them."""
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if self.group is not None else (1, 0)
+        said = ""
+        for name, (size, crc) in list(run["files"].items())[rank::ranks]:
+            file = path / name
+            if not file.is_file() or file.stat().st_size != size:
+                said = f"{file} is missing or cut short"
+            elif _crc32(file) != crc:
+                said = f"{file} is not what was written"
+        return next((one for one in self._together(said) if one), "")
 
-def shard_sizes(folder: Path) -> dict[str, int]:
-    """Bytes by name of the shards in ``folder``."""
-    return {f.name: f.stat().st_size for f in sorted(folder.glob("*.distcp"))}
+
+class _Unreadable(Exception):
+    """A checkpoint that is to be passed over."""
+
+
+def _crc32(file: Path) -> int:
+    found = 0
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _write(path: Path, body: Mapping[str, Any]) -> None:
     from accel.artifact import beside
 
-    body = {**body, "files": shard_sizes(path.parent)} if path.name == RUN else body
     with beside(path) as temporary:
         temporary.write_text(json.dumps(body, indent=2))
 
@@ -183,8 +231,3 @@ def _unwritten(path: Path, error: BaseException) -> CannotWrite:
     return CannotWrite(
         f"the checkpoint {path} could not be written ({reason}); free some space, the one before is whole"
     )
-
-
-def plain(module: torch.nn.Module) -> dict[str, Any]:
-    """Parameters and buffers by the names the model's own ``state_dict`` has, DDP's prefix left out."""
-    return {name.removeprefix("module."): value for name, value in module.state_dict().items()}

@@ -20,6 +20,9 @@ APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
 RECOMPUTE = ("none", "selective", "full")
+# What ``[tensor_parallel]`` may call a module. See ``accel.train.tensor_parallel``.
+STYLES = ("column", "row", "vocabulary", "sequence", "split")
+COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 C = TypeVar("C")
@@ -50,13 +53,23 @@ class ParallelConfig:
 
     ``zero``: 0 replicates everything, 1 shards optimizer states, 2 also gradients, 3 also parameters (over dp).
     ``replicate``: replicas of the sharded group (hybrid sharding). ``recompute``: activation checkpointing.
+    ``sequence_parallel``: tensor-parallel ranks hold a part of the sequence each where the plan doesn't cut tensors.
+    ``cp``: data-parallel ranks that share the sequences of the same samples, cut after the module ``cp_split``.
+    ``compression`` of DDP's gradients on their way: bf16, fp16, or PowerSGD of rank ``compression_rank`` after
+    ``compression_start`` exact steps.
     """
 
     zero: int = 0
     replicate: int = 1
     tp: int = 1
+    sequence_parallel: bool = True
     pp: int = 1
     pipeline: str = "1f1b"
+    cp: int = 1
+    cp_split: str = "embed"
+    compression: str = "none"
+    compression_rank: int = 4
+    compression_start: int = 100
     recompute: str = "none"
     offload: bool = False
 
@@ -117,7 +130,9 @@ class TrainConfig:
     token-sum
     cross entropy, targets of -100 left out. ``evaluate``: a function ``module -> {metric: value}``, run on
     rank 0 every ``evaluate_every`` steps and at the end. Batches are in samples; ``global_batch`` over all ranks is cut
-    into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them.
+    into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them. ``tensor_parallel``: how
+    modules are cut, by name pattern (see ``accel.train.tensor_parallel``). ``compile``: each block by torch.compile.
+    ``hang_seconds`` without a step stop the run, and the rank that hangs is named (0: never).
     """
 
     model: str = ""
@@ -130,14 +145,17 @@ class TrainConfig:
     micro_batch: int = 8
     seed: int = 0
     deterministic: bool = False
+    compile: bool = False
     log_every: int = 10
     loader_processes: int = 0
+    hang_seconds: float = 1800.0
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     shape: ShapeConfig = field(default_factory=ShapeConfig)
+    tensor_parallel: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -166,12 +184,12 @@ class TrainConfig:
         tables = {name: value for name, value in body.items() if isinstance(value, dict)}
         lines = [f"{name} = {_toml(value)}" for name, value in body.items() if name not in tables]
         for name, table in tables.items():
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+            lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
     def data_ranks(self, world_size: int) -> int:
-        """Ranks that see different samples: the world over tp and pp."""
-        return world_size // (self.parallel.tp * self.parallel.pp)
+        """Ranks that see different samples: the world over tp, pp and cp."""
+        return world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches a rank runs in a step."""
@@ -214,6 +232,10 @@ def _build(kind: type[C], body: Mapping[str, Any], where: str) -> C:
 def _value(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast("type[Any]", kind), value, f"{where}.")
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
+            raise BadConfig(f'{where} is a table of texts, not {value!r}; write [{where}] with "pattern" = "style"')
+        return dict(value)
     if isinstance(kind, types.GenericAlias):
         if not isinstance(value, list | tuple) or not all(isinstance(v, int | float) for v in value):
             raise BadConfig(f"{where} is a list of numbers, not {value!r}; write e.g. {where} = [0.9, 0.95]")
@@ -230,6 +252,10 @@ def _value(kind: Any, value: Any, where: str) -> Any:
 
 
 _KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() else json.dumps(name)
 
 
 def _toml(value: Any) -> str:

@@ -8,9 +8,10 @@ come from them
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,90 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accel.artifact import file_sha256
+from accel.train.config import TrainConfig
+from accel.train.inputs import named_inputs
+from accel.train.layout import Ranks
 
 FORMAT = 1
 SHARD_BYTES = 4 * 2**30
 
 
-def gather(state: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Whole tensors on the CPU of rank 0, None on the others; every rank has to call it. One tensor at a time is
-    whole on
-    the other ranks."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
+def gather(state: Mapping[str, Any], ranks: Ranks) -> dict[str, torch.Tensor] | None:
+    """Whole tensors of every pipeline stage on the CPU of rank 0, None on the others; every rank has to call it. One
+    tensor at a time is whole on the other ranks."""
+    stages = ranks.pp.size() if ranks.pp is not None else 1
+    first, leads = ranks.rank == 0, ranks.rank % (ranks.world // stages) == 0
     found: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if first:
+        if leads:
             found[name] = whole.detach().cpu().contiguous().clone()
+    if stages > 1 and leads:
+        if first:
+            for source in range(ranks.world // stages, ranks.world, ranks.world // stages):
+                found |= _receive(source, ranks.saving)
+        else:
+            _send(found, ranks.saving)
     return found if first else None
+
+
+def _send(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    dist.send_object_list([shapes], dst=0, group=group)
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.send(tensor.flatten().view(torch.uint8), dst=0, group=group)
+
+
+def _receive(source: int, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    said: list[Any] = [None]
+    dist.recv_object_list(said, src=source, group=group)
+    found = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in said[0]}
+    for tensor in found.values():
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), src=source, group=group)
+    return found
+
+
+def write_run(
+    folder: Path,
+    state: Mapping[str, torch.Tensor],
+    *,
+    config: TrainConfig,
+    data: Sequence[Any],
+    names: Sequence[str],
+    metrics: Mapping[str, float],
+) -> None:
+    """Write ``folder`` with what ``config`` made of its model (rank 0): the factory, its declaration, some of its data.
+    ``names``: of the inputs of the model's ``forward``."""
+    from accel.sources.python_object import load_object
+
+    factory = load_object(config.model, "factory")[1]
+    declaration = getattr(factory, "__accel__", None)
+    count = min(64, len(data))
+    stacked = torch.utils.data.default_collate([data[i] for i in range(count)])[0]
+    signature = None
+    if declaration is not None:
+        signature = {
+            "inputs": [str(spec) for spec in declaration.inputs],
+            "outputs": list(declaration.outputs),
+            "dims": {name: [r.min, r.opt, r.max] for name, r in declaration.dims.items()},
+        }
+    write_final(
+        folder,
+        state,
+        model=absolute(config.model),
+        config=dataclasses.asdict(config),
+        metrics=metrics,
+        example=named_inputs(names, stacked),
+        signature=signature,
+    )
+
+
+def absolute(spec: str) -> str:
+    """``file.py:factory`` with the file's whole path, so that it is found from any folder; a module stays as it is."""
+    where, _, name = spec.rpartition(":")
+    return f"{Path(where).absolute()}:{name}" if where.endswith(".py") else spec
 
 
 def write_final(

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import accel.errors
-from accel.errors import AccelError, BadConfig, TrainingFailed
+from accel.errors import AccelError, TrainingFailed
 from accel.progress import report
+from accel.train import watchdog
 from accel.train.config import TrainConfig
-from accel.train.loop import LOG
+from accel.train.log import LOG
 from accel.train.rank import ERRORS, RESULT
+from accel.train.rules import runnable
 
 
 def train(
@@ -39,14 +41,14 @@ def train(
     """
     if nnodes == "1":
         config.validate(nproc)
-    if not config.model or not config.data:
-        raise BadConfig("the config needs model and data; write model = 'package.module:factory'")
+    runnable(config)
     out.mkdir(parents=True, exist_ok=True)
     if fresh:
         for name in ("checkpoints", "final"):
             shutil.rmtree(out / name, ignore_errors=True)
         (out / LOG).unlink(missing_ok=True)
     shutil.rmtree(out / ERRORS, ignore_errors=True)
+    watchdog.clear(out)
     (out / RESULT).unlink(missing_ok=True)
     config_file = out / "train.json"
     config_file.write_text(json.dumps(dataclasses.asdict(config), indent=2))
@@ -73,7 +75,7 @@ def train(
             start_new_session=True,
         )
         try:
-            _follow(process, out / LOG)
+            _follow(process, out, config.hang_seconds)
         except BaseException:
             _end(process)
             raise
@@ -122,7 +124,8 @@ def first_errors(out: Path, nproc: int, code: int) -> AccelError:
     return error
 
 
-def _follow(process: subprocess.Popen[bytes], log: Path) -> None:
+def _follow(process: subprocess.Popen[bytes], out: Path, hang_seconds: float) -> None:
+    log = out / LOG
     position = log.stat().st_size if log.is_file() else 0
     while True:
         code = process.poll()
@@ -136,11 +139,19 @@ def _follow(process: subprocess.Popen[bytes], log: Path) -> None:
                     _tell(json.loads(line))
         if code is not None:
             return
+        if hang_seconds and watchdog.silent_for(out) > hang_seconds:
+            raise TrainingFailed(
+                f"no step in {hang_seconds:g} s: {watchdog.who_hangs(out)}; the stacks of the ranks are in "
+                f"{out / watchdog.STACKS}, longer steps need a larger hang_seconds"
+            )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
 
 
 def _tell(body: dict[str, Any]) -> None:
+    if "note" in body:
+        report(body["note"])
+        return
     loss = "nan" if body["loss"] is None else f"{body['loss']:.4f}"
     report(
         f"step {body['step']}/{body['steps']}  loss {loss}  {body['targets_per_second']:,.0f} targets/s  "

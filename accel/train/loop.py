@@ -3,82 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import time
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accel.errors import BadConfig, BadData, TrainingFailed, UnsupportedHere
+from accel.errors import BadData, TrainingFailed
 from accel.train import loss as losses
-from accel.train.checkpoint import Checkpoints, plain
+from accel.train import tensor_parallel, watchdog
+from accel.train.build import build, make_model
+from accel.train.checkpoint import Checkpoints
 from accel.train.config import TrainConfig
 from accel.train.data import loader
-from accel.train.final import gather, write_final
-from accel.train.precision import (
-    LossScale,
-    autocast,
-    gradient_norm,
-    make_optimizer,
-    parameter_dtype,
-    scale_gradients,
-    scales_loss,
-)
-from accel.train.recompute import recompute
+from accel.train.final import gather, write_run
+from accel.train.layout import Ranks
+from accel.train.log import LOG, StepLog
+from accel.train.passes import Batch, take
+from accel.train.precision import LossScale, gradient_norm, make_optimizer, scale_gradients, scales_loss
+from accel.train.rules import runnable
 from accel.train.schedule import learning_rate
-from accel.train.zero import micro_batch, shard
 
-LOG = "log.jsonl"
 # A run whose steps all overflow is going nowhere.
 _MOST_SKIPPED = 50
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this process stands: its rank, how many there are, its device, and the mesh of data-parallel ranks."""
-
-    rank: int
-    world: int
-    device: torch.device
-    mesh: DeviceMesh | None
-    saving: dist.ProcessGroup | None
-
-    @property
-    def sharding(self) -> dist.ProcessGroup | None:
-        """The ranks that shards are spread over."""
-        if self.mesh is None:
-            return None
-        return self.mesh.get_group(self.mesh.ndim - 1)
-
-
-def join(config: TrainConfig) -> Ranks:
-    """Join the process group that the environment describes (torchrun's variables); alone without one."""
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    config.validate(world)
-    if config.parallel.tp > 1 or config.parallel.pp > 1:
-        raise UnsupportedHere("accel train runs data parallel only; set parallel.tp and parallel.pp to 1")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if world == 1:
-        return Ranks(0, 1, device, None, None)
-    if not dist.is_initialized():
-        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
-    p = config.parallel
-    two = p.zero > 0 and p.replicate > 1
-    shape = (p.replicate, world // p.replicate) if two else (world,)
-    names = ("replicate", "shard") if two else ("dp",)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return Ranks(rank, world, device, mesh, dist.new_group(backend="gloo"))
 
 
 class Trainer:
@@ -87,20 +39,18 @@ class Trainer:
     def __init__(self, config: TrainConfig, out: Path, ranks: Ranks) -> None:
         from accel.sources.python_object import load_object
 
+        runnable(config)
         self.config, self.out, self.ranks = config, out, ranks
-        if not config.model or not config.data:
-            raise BadConfig("the config needs model and data; write model = 'package.module:factory'")
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         torch.use_deterministic_algorithms(config.deterministic)
-        self.data = self._make(config.data)
+        self.data = _make(config.data)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
         self.evaluate: Callable[[nn.Module], Mapping[str, float]] | None = (
             load_object(config.evaluate, "metric")[1] if config.evaluate else None
         )
-        self.module = self._model()
-        recompute(self.module, config.parallel.recompute)
-        self.called = shard(self.module, ranks.mesh, config.parallel.zero, offload=config.parallel.offload)
+        self.built = build(config, ranks, self.loss, self.data)
+        self.module = self.built.module
         self.optimizer = make_optimizer(self.module, config.optimizer, self.mode)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
@@ -110,30 +60,21 @@ class Trainer:
         self.step = 0
         self.skipped = 0
         self.expected = 0.0  # targets that the last step counted
+        self.checked = ranks.tp is None  # whether what tensor parallel doesn't cut was seen to stay the same
         self.metrics: dict[str, float] = {}
-
-    def _make(self, spec: str) -> Any:
-        from accel.sources.python_object import load_object
-        from accel.sources.torch_source import call_factory
-
-        return call_factory(load_object(spec, "factory")[1], spec)
-
-    def _model(self) -> nn.Module:
-        torch.manual_seed(self.config.seed)  # the same weights on every rank
-        made = self._make(self.config.model)
-        made = made[0] if isinstance(made, tuple) else made
-        if not isinstance(made, nn.Module):
-            raise BadConfig(f"{self.config.model} made a {type(made).__name__}; a model factory makes an nn.Module")
-        return made.to(device=self.ranks.device, dtype=parameter_dtype(self.mode)).train()
 
     def run(self) -> dict[str, Any]:
         """Train to ``config.steps``; what happened: steps, the last loss, metrics, seconds."""
         self.resume()
         batches = self.batches()
-        log = _Log(self.out / LOG, self.config, self.step) if self.ranks.rank == 0 else None
+        log = StepLog(self.out / LOG, self.config, self.step) if self.ranks.rank == 0 else None
+        if log is not None:
+            for said in self.checkpoints.damaged:
+                log.note(f"passed over: {said}")
         last: dict[str, float] = {}
         try:
             while self.step < self.config.steps:
+                watchdog.beat(self.out)
                 last = self.one_step(batches)
                 if log is not None:
                     log.step(self.step, last)
@@ -141,10 +82,11 @@ class Trainer:
         finally:
             self._wait_quietly()
         self.checkpoints.wait()
+        watchdog.beat(self.out)
         self.finish()
         return {"steps": self.step, **last, "metrics": self.metrics}
 
-    def batches(self) -> Iterator[tuple[Any, torch.Tensor]]:
+    def batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank from the current step on."""
         config = self.config
         return iter(
@@ -152,33 +94,26 @@ class Trainer:
                 self.data,
                 global_batch=config.global_batch,
                 micro_batch=config.micro_batch,
-                rank=self.ranks.rank,
-                ranks=self.ranks.world,
+                rank=self.ranks.data_rank,
+                ranks=self.ranks.data_ranks,
                 seed=config.seed,
                 first=self.step,
                 processes=config.loader_processes,
             )
         )
 
-    def one_step(self, batches: Iterator[tuple[Any, torch.Tensor]]) -> dict[str, float]:
+    def one_step(self, batches: Iterator[Batch]) -> dict[str, float]:
         """One optimizer step. The loss is the mean over every counted target of the global batch, and so is the
-        gradient:
-        sums are differentiated, and divided by the count of all ranks and micro-batches once."""
+        gradient: sums are differentiated, and divided by the count of all ranks and micro-batches once."""
         config, ranks = self.config, self.ranks
-        torch.manual_seed((config.seed << 32) + self.step * ranks.world + ranks.rank)  # dropout, the same when resumed
-        seen = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+        torch.manual_seed(self._seed())
         # DDP and FSDP average over the ranks. The step is divided by what the last one counted, and what that is off
         # by is put right below: usually nothing, which saves a pass over the gradients, and float16 sums stay small.
         expected = self.expected or config.global_batch
-        forth = ranks.world * self.scale.scale / expected
-        for index in range(self.accumulation):
-            x, y = next(batches)
-            with micro_batch(self.called, config.parallel.zero, last=index == self.accumulation - 1):
-                with autocast(self.mode, ranks.device.type):
-                    outputs = call(self.called, to_device(x, ranks.device, parameter_dtype(self.mode)))
-                total, count = self.loss(outputs, y.to(ranks.device))
-                torch.autograd.backward(total * forth)
-            seen += torch.stack((total.detach().double(), count.double()))
+        forth = ranks.averaged * self.scale.scale / expected
+        seen = self.built.passes.run(take(batches, self.accumulation), forth)
+        if not ranks.counts:
+            seen.zero_()
         if ranks.world > 1:
             dist.all_reduce(seen)
         total_loss, counted = seen.tolist()
@@ -187,7 +122,10 @@ class Trainer:
         back = expected / (self.scale.scale * counted)
         self.expected = counted
         parameters = self.optimizer.parameters
-        norm = float(gradient_norm(parameters, ranks.sharding if config.parallel.zero else None)) * back
+        if not self.checked and ranks.tp is not None:
+            self.checked = True
+            tensor_parallel.check_replicated(zip(self.optimizer.names, parameters, strict=True), ranks.tp)
+        norm = float(gradient_norm(parameters, ranks.pp.get_group() if ranks.pp is not None else None)) * back
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
         if not finite and not self.scale.enabled:
@@ -206,6 +144,14 @@ class Trainer:
         self.step += 1
         found = {"loss": mean, "lr": rate, "grad_norm": norm, "targets": counted}
         return found | ({"loss_scale": self.scale.scale, "skipped": float(not finite)} if self.scale.enabled else {})
+
+    def _seed(self) -> int:
+        """Of this step's dropout: the same when resumed, and on the ranks that compute the same samples together."""
+        ranks = self.ranks
+        stage = ranks.pp.get_local_rank() if ranks.pp is not None else 0
+        parts, part = (ranks.cp.size(), ranks.cp.get_local_rank()) if ranks.cp is not None else (1, 0)
+        stream = (self.step * ranks.data_ranks + ranks.data_rank) * parts + part
+        return (self.config.seed << 32) + stream + (stage << 48)
 
     def _not_finite(self, loss: float) -> str:
         bad = ""
@@ -236,7 +182,7 @@ class Trainer:
     def measure(self) -> bool:
         """``evaluate`` on rank 0, with the whole weights in a model of their own; whether it was the best so far."""
         best = torch.zeros(1)
-        state = gather(plain(self.called))
+        state = gather(self.module.state_dict(), self.ranks)
         if state is not None and self.evaluate is not None:
             model = self._whole(state)
             self.metrics = {name: float(value) for name, value in self.evaluate(model).items()}
@@ -246,14 +192,13 @@ class Trainer:
         return bool(best)
 
     def _whole(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
-        made = self._make(self.config.model)
-        model: nn.Module = made[0] if isinstance(made, tuple) else made
+        model = make_model(self.config.model)
         model.load_state_dict(dict(state))
         return model.eval()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, by name: ``model.*`` and ``optimizer.*``."""
-        found = {f"model.{name}": value for name, value in plain(self.called).items()}
+        found = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
     def save(self) -> None:
@@ -273,14 +218,14 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest finished checkpoint there is, written on whatever world size and ZeRO stage."""
-        found = self.checkpoints.complete()
-        if not found:
+        if not self.checkpoints.complete():
             return
         self.optimizer.materialise()
         state = self.state()
-        run = self.checkpoints.load(found[-1], state, self.config.model)
+        run = self.checkpoints.load_newest(state, self.config.model)
+        assert run is not None
         with torch.no_grad():
-            own = plain(self.called)
+            own = self.module.state_dict()
             for name, value in state.items():
                 if name.startswith("model."):
                     own[name.removeprefix("model.")].copy_(value)
@@ -298,113 +243,28 @@ class Trainer:
             self.measure()
         self.save()
         self.checkpoints.wait()
-        state = gather(plain(self.called))
+        state = gather(self.module.state_dict(), self.ranks)
         if state is not None:
-            self._final(state)
+            write_run(
+                self.out / "final",
+                state,
+                config=self.config,
+                data=self.data,
+                names=self.built.inputs,
+                metrics=self.metrics,
+            )
         if self.ranks.world > 1:
             dist.barrier(self.ranks.saving)
 
-    def _final(self, state: Mapping[str, torch.Tensor]) -> None:
-        from accel.sources.python_object import load_object
-
-        factory = load_object(self.config.model, "factory")[1]
-        declaration = getattr(factory, "__accel__", None)
-        count = min(64, len(self.data))
-        stacked = torch.utils.data.default_collate([self.data[i] for i in range(count)])[0]
-        signature = None
-        if declaration is not None:
-            signature = {
-                "inputs": [str(spec) for spec in declaration.inputs],
-                "outputs": list(declaration.outputs),
-                "dims": {name: [r.min, r.opt, r.max] for name, r in declaration.dims.items()},
-            }
-        write_final(
-            self.out / "final",
-            state,
-            model=absolute(self.config.model),
-            config=dataclasses.asdict(self.config),
-            metrics=self.metrics,
-            example=named_inputs(self.module, stacked),
-            signature=signature,
-        )
-
     def _wait_quietly(self) -> None:
         """Whatever stopped the run, a save in the background is let finish: it is the last good checkpoint."""
-        import sys
-
         if sys.exc_info()[0] is not None:
-            from contextlib import suppress
-
             with suppress(Exception):
                 self.checkpoints.wait()
 
 
-class _Log:
-    """``log.jsonl``: one JSON object every ``log_every`` steps and at the last."""
+def _make(spec: str) -> Any:
+    from accel.sources.python_object import load_object
+    from accel.sources.torch_source import call_factory
 
-    def __init__(self, path: Path, config: TrainConfig, step: int) -> None:
-        self.path, self.config = path, config
-        self.began, self.first, self.targets = time.monotonic(), step, 0.0
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        self.targets += values["targets"]
-        if step % self.config.log_every and step != self.config.steps:
-            return
-        seconds = time.monotonic() - self.began
-        steps = step - self.first
-        body = {
-            "step": step,
-            "steps": self.config.steps,
-            **{name: value if math.isfinite(value) else None for name, value in values.items()},
-            "targets_per_second": self.targets / seconds,
-            "seconds_per_step": seconds / steps,
-            "eta_seconds": (self.config.steps - step) * seconds / steps,
-            "memory_bytes": _memory(),
-        }
-        self.began, self.first, self.targets = time.monotonic(), step, 0.0
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(body) + "\n")
-
-
-def _memory() -> int:
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def call(module: nn.Module, inputs: Any) -> torch.Tensor:
-    """``module`` on a batch's inputs: one tensor, a tuple of them, or a dict by name."""
-    if isinstance(inputs, Mapping):
-        found = module(**inputs)
-    else:
-        found = module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
-    tensor: torch.Tensor = found[0] if isinstance(found, tuple) else found
-    return tensor
-
-
-def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Inputs on ``device``, floating ones in ``dtype``."""
-    if isinstance(inputs, Mapping):
-        return {name: to_device(value, device, dtype) for name, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return tuple(to_device(value, device, dtype) for value in inputs)
-    return inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
-
-
-def named_inputs(module: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
-    """A batch's inputs by the names of ``forward``'s parameters."""
-    import inspect
-
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    several = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return dict(zip(names, several, strict=False))
-
-
-def absolute(spec: str) -> str:
-    """``file.py:factory`` with the file's whole path, so that it is found from any folder; a module stays as it is."""
-    where, _, name = spec.rpartition(":")
-    return f"{Path(where).absolute()}:{name}" if where.endswith(".py") else spec
+    return call_factory(load_object(spec, "factory")[1], spec)

@@ -6,10 +6,20 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 IGNORED = -100
+
+
+def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
+    """``outputs`` as ``loss`` takes them: logits that are cut along the vocabulary (a DTensor) stay so for
+    ``cross_entropy``, inside torch's ``loss_parallel()``, which the backward pass needs too; any other loss sees them
+    whole."""
+    if isinstance(outputs, DTensor) and loss is not cross_entropy:
+        return outputs.full_tensor()
+    return outputs
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,3 +36,9 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
     """The sum of the squared differences and the number of elements."""
     total = (outputs.float() - targets.float()).pow(2).sum()
     return total, torch.tensor(targets.numel(), device=targets.device)
+
+
+def pair(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """[loss, counted targets] in float64, detached."""
+    both = [value.full_tensor() if isinstance(value, DTensor) else value for value in (total.detach(), count)]
+    return torch.stack([value.double() for value in both])

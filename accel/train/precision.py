@@ -139,8 +139,12 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, mode: str) -> Mas
     return MasterOptimizer(module, config, mode)
 
 
-def _inner(parameters: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _inner(tensors: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": True}
+    meshes: dict[Any, list[torch.Tensor]] = {}  # one foreach operation can't take tensors of several meshes
+    for tensor in tensors:
+        meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    parameters = [{"params": same} for same in meshes.values()]
     if config.name == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **common)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
@@ -176,23 +180,31 @@ class LossScale:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The 2-norm of all gradients together, a float32 scalar, the same on every rank; not finite where any of them
     isn't.
 
-    ``group``: the ranks over which DTensor gradients are sharded; the squares of the shards are summed over it once.
+    Squares of shards are summed over the ranks that hold them, once for each layout there is: plain tensors and
+    DTensors of different meshes can't be in one norm (pytorch#180346). ``stages``: the ranks that hold the other
+    pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    shards: list[torch.Tensor] = [g.to_local() for g in gradients if isinstance(g, DTensor)]
-    whole = [g for g in gradients if not isinstance(g, DTensor)]
-    total = _squares(whole, gradients[0].device)
-    if shards:
-        sharded = _squares(shards, gradients[0].device)
-        if group is not None:
-            dist.all_reduce(sharded, group=group)
-        total = total + sharded
+    total = torch.zeros((), device=gradients[0].device if gradients else None)
+    layouts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            cut = tuple(mesh.get_group(i) for i, place in enumerate(gradient.placements) if not place.is_replicate())
+            layouts.setdefault(cut, []).append(gradient.to_local())
+        else:
+            layouts.setdefault((), []).append(gradient)
+    for groups, tensors in layouts.items():
+        squares = _squares(tensors, total.device)
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 from accel.errors import AccelError
+from accel.train import watchdog
 
 RESULT = "result.json"
 ERRORS = "errors"
@@ -20,9 +21,11 @@ def main(config_file: Path, out: Path) -> int:
     import torch.distributed as dist
 
     from accel.train.config import TrainConfig
-    from accel.train.loop import Trainer, join
+    from accel.train.layout import join
+    from accel.train.loop import Trainer
 
     rank = int(os.environ.get("RANK", "0"))
+    watchdog.enrol(out, rank)
     try:
         config = TrainConfig.from_dict(json.loads(config_file.read_text()))
         ranks = join(config)

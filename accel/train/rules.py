@@ -6,7 +6,17 @@ import math
 from collections.abc import Iterator
 
 from accel.errors import BadConfig
-from accel.train.config import APEX, MODES, OPTIMIZERS, PIPELINES, RECOMPUTE, SCHEDULES, TrainConfig
+from accel.train.config import (
+    APEX,
+    COMPRESSION,
+    MODES,
+    OPTIMIZERS,
+    PIPELINES,
+    RECOMPUTE,
+    SCHEDULES,
+    STYLES,
+    TrainConfig,
+)
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -22,17 +32,32 @@ def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
     yield from _layout(config, world_size)
 
 
+def runnable(config: TrainConfig) -> None:
+    """Raise ``BadConfig`` where ``config`` is enough for a plan and not for a run."""
+    if not config.model or not config.data:
+        raise BadConfig("the config needs model and data; write model = 'package.module:factory'")
+    if config.parallel.tp > 1 and not config.tensor_parallel:
+        raise BadConfig(
+            "tensor parallel needs a plan of what is cut; write [tensor_parallel] with e.g. "
+            '"blocks.*.attention.query" = "column"'
+        )
+
+
 def _names(config: TrainConfig) -> Iterator[str]:
     choices = (
         ("precision.mode", config.precision.mode, (*MODES, *APEX)),
         ("optimizer.name", config.optimizer.name, OPTIMIZERS),
         ("schedule.name", config.schedule.name, SCHEDULES),
         ("parallel.recompute", config.parallel.recompute, RECOMPUTE),
+        ("parallel.compression", config.parallel.compression, COMPRESSION),
         ("parallel.pipeline", config.parallel.pipeline, PIPELINES),
     )
     for key, value, known in choices:
         if value not in known:
             yield f"{key} is {value!r}; use one of {', '.join(known)}"
+    for pattern, style in config.tensor_parallel.items():
+        if style not in STYLES:
+            yield f"tensor_parallel.{pattern!r} is {style!r}; use one of {', '.join(STYLES)}"
     if config.parallel.zero not in (0, 1, 2, 3):
         yield f"parallel.zero is {config.parallel.zero}; ZeRO has the stages 0, 1, 2 and 3"
 
@@ -46,6 +71,8 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         "parallel.replicate": config.parallel.replicate,
         "parallel.tp": config.parallel.tp,
         "parallel.pp": config.parallel.pp,
+        "parallel.cp": config.parallel.cp,
+        "parallel.compression_rank": config.parallel.compression_rank,
         "optimizer.lr": config.optimizer.lr,
         "checkpoint.keep": config.checkpoint.keep,
         "precision.loss_scale": config.precision.loss_scale,
@@ -56,12 +83,14 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
             yield f"{key} is {value}; it has to be more than 0"
     not_negative = {
         "evaluate_every": config.evaluate_every,
+        "hang_seconds": config.hang_seconds,
         "loader_processes": config.loader_processes,
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.clip": config.optimizer.clip,
         "schedule.warmup": config.schedule.warmup,
         "schedule.floor": config.schedule.floor,
         "checkpoint.every": config.checkpoint.every,
+        "parallel.compression_start": config.parallel.compression_start,
     }
     for key, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
@@ -77,15 +106,23 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
     if world_size < 1:
         yield f"the world size is {world_size}; give at least one rank"
         return
-    if min(p.tp, p.pp, p.replicate) < 1 or config.micro_batch < 1:
+    if min(p.tp, p.pp, p.cp, p.replicate) < 1 or config.micro_batch < 1:
         return
-    fixed = p.tp * p.pp
+    fixed = p.tp * p.pp * p.cp
     if world_size % fixed:
-        yield f"{world_size} ranks don't divide into tp {p.tp} x pp {p.pp}; use a multiple of {fixed} ranks"
+        shape = f"tp {p.tp} x pp {p.pp}" + (f" x cp {p.cp}" if p.cp > 1 else "")
+        yield f"{world_size} ranks don't divide into {shape}; use a multiple of {fixed} ranks"
         return
     data = config.data_ranks(world_size)
-    if data % p.replicate:
-        yield f"{data} data-parallel ranks don't divide into {p.replicate} replicas; use a divisor of {data}"
+    if data * p.cp % p.replicate:
+        shards = data * p.cp
+        yield f"{shards} data-parallel ranks don't divide into {p.replicate} replicas; use a divisor of {shards}"
+    if p.cp > 1 and fixed > p.cp:
+        yield "context parallel shares heads as tensor parallel does, and has no pipeline; use tp 1 and pp 1 with cp"
+    if p.compression != "none" and (p.zero or p.tp * p.pp > 1):
+        yield "DDP alone compresses gradients on their way; use parallel.zero = 0, tp 1 and pp 1 with compression"
+    if config.compile and p.tp * p.pp * p.cp > 1:
+        yield "compiled blocks are not cut over tp, pp or cp; use compile = false with them"
     if config.global_batch % (config.micro_batch * data):
         step = config.micro_batch * data
         best = max(step, config.global_batch // step * step)
@@ -96,10 +133,23 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     if p.pp > 1 and p.zero == 3:
         yield "ZeRO 3 gathers the parameters again for every micro-batch of a pipeline; use parallel.zero = 2 with pp"
+    yield from _pipeline(config, world_size)
     if p.pp > 1 and config.shape.layers and config.shape.layers < p.pp:
         yield f"{config.shape.layers} layers can't be cut into {p.pp} pipeline stages; use a smaller pp"
-    for key, size in (("heads", config.shape.heads), ("vocab", config.shape.vocab)):
-        if size % p.tp:
-            yield f"{size} {key} don't divide by tp {p.tp}; use a divisor, or pad them"
+    if config.shape.heads % p.tp:
+        yield f"{config.shape.heads} heads don't divide by tp {p.tp}; use a divisor"
     if p.offload and p.zero == 0:
         yield "CPU offload keeps shards on the host, and ZeRO 0 has none; use parallel.zero = 3"
+
+
+def _pipeline(config: TrainConfig, world_size: int) -> Iterator[str]:
+    p, batches = config.parallel, config.accumulation(world_size)
+    if p.pp == 1:
+        return
+    if batches < p.pp:
+        yield (
+            f"{batches} micro-batches a step leave most of {p.pp} pipeline stages idle; use --micro-batch="
+            f"{max(1, config.global_batch // (config.data_ranks(world_size) * p.pp))}, or a larger global_batch"
+        )
+    elif p.pipeline == "interleaved" and batches % (batches // p.pp):
+        yield f"interleaved takes micro-batches in rounds of {p.pp}, {batches} aren't; use a multiple of {p.pp}"

@@ -14,7 +14,7 @@ optimizer steps the shards and a gathered copy left alive would hide the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,20 +26,30 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.plan.measure import blocks
 
 
-def shard(module: nn.Module, mesh: DeviceMesh | None, zero: int, *, offload: bool = False) -> nn.Module:
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    zero: int,
+    *,
+    offload: bool = False,
+    ddp: bool = True,
+    parts: Sequence[nn.Module] | None = None,
+) -> nn.Module:
     """``module`` laid out over ``mesh`` (1-D: data-parallel ranks; 2-D: replicas, then shards) at ZeRO stage ``zero``.
 
     Returns the module to call; it is ``module`` itself except at stage 0, where DDP wraps it. Without a mesh: one
-    process, nothing is done. Gradients come out averaged over the data-parallel ranks.
+    process, nothing is done. Gradients come out averaged over the data-parallel ranks. ``ddp=False``: FSDP2 at stage 0
+    too (tensor and pipeline parallel ask for it; the mesh then shards over one rank). ``parts``: what is gathered
+    together, by default the blocks.
     """
     if mesh is None:
         return module
-    if zero == 0:
+    if zero == 0 and ddp:
         if not any(p.requires_grad for p in module.parameters()):
             return module
         return DistributedDataParallel(module, process_group=mesh.get_group(), gradient_as_bucket_view=True)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    for block in blocks(module):
+    for block in blocks(module) if parts is None else parts:
         fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, offload_policy=policy)
     fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, offload_policy=policy)
     return module

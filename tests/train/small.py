@@ -26,6 +26,30 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
+def odd_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Sequences of a length that two ranks can't share."""
+    return [(ids[:15], targets[:15]) for ids, targets in data()]
+
+
+def wrong_chain() -> torch.nn.Module:
+    """A model that does more than its chain says."""
+
+    class Doubled(GPT):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(ids)
+
+    return Doubled(GPTConfig(vocab=VOCABULARY, layers=3, hidden=32, heads=4, seq=LENGTH))
+
+
+def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The default loss written by somebody who counts on plain, whole logits."""
+    assert type(outputs) is torch.Tensor
+    assert outputs.shape[-1] == VOCABULARY
+    picked = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    counted = targets != -100
+    return -(picked * counted).sum(), counted.sum()
+
+
 _calls = 0
 
 

@@ -1,23 +1,38 @@
 """Everything that one world size is checked with, in one launch: ``torchrun suite.py FOLDER [FOLDER OF
-CHECKPOINTS]``."""
+CHECKPOINTS]``; ``suite.py again FOLDER OTHER`` takes up what OTHER holds."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from accel.train.checkpoint import plain
-from accel.train.config import TrainConfig
+from accel.errors import AccelError
+from accel.train.config import ParallelConfig, TrainConfig
 from accel.train.final import gather
-from accel.train.loop import Trainer, join
+from accel.train.layout import Ranks, join
+from accel.train.loop import Trainer
 
 HERE = Path(__file__).parent / "small.py"
 STEPS, HALF = 10, 5
+PLAN = {
+    "embed.tokens": "vocabulary",
+    "embed.positions": "split",
+    "blocks.*.norm?": "sequence",
+    "blocks.*.attention.[qkv]*": "column",
+    "blocks.*.attention.out": "row",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "norm": "sequence",
+    "head": "vocabulary",
+}
 
 # name -> overrides. All of them see the same global batches as one process does.
 ROWS: dict[str, list[str]] = {
@@ -40,11 +55,86 @@ ROWS: dict[str, list[str]] = {
     "ZeRO 3, fp16 with master weights (O2)": ["parallel.zero=3", "precision.mode=O2", "precision.loss_scale=1024"],
     "ZeRO 3, fp16-only (O3)": ["parallel.zero=3", "precision.mode=O3", "precision.loss_scale=1024"],
 }  # fmt: skip
-HYBRID = {
-    "ZeRO 3 in 2 replicas (HSDP)": ["parallel.zero=3", "parallel.replicate=2"],
-    "ZeRO 1 in 2 replicas, clipping": ["parallel.zero=1", "parallel.replicate=2", "optimizer.clip=0.1"],
+# Rows of one world size.
+ONLY: dict[int, dict[str, list[str]]] = {
+    2: {
+        "TP 2, sequence parallel": ["parallel.tp=2"],
+        "TP 2, no sequence parallel": ["parallel.tp=2", "parallel.sequence_parallel=false"],
+        "TP 2, accumulation, clipping": ["parallel.tp=2", "micro_batch=1", "optimizer.clip=0.1"],
+        "TP 2, a loss of one's own": ["parallel.tp=2", f"loss={HERE}:own_loss"],
+        "PP 2, GPipe": ["parallel.pp=2", "parallel.pipeline=gpipe"],
+        "PP 2, 1F1B, clipping": ["parallel.pp=2", "micro_batch=1", "optimizer.clip=0.1"],
+        "PP 2, interleaved": ["parallel.pp=2", "parallel.pipeline=interleaved"],
+        "PP 2, zero-bubble": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
+        "PP 2, full recomputation": ["parallel.pp=2", "parallel.recompute=full"],
+        "CP 2 (Ulysses) x ZeRO 0": ["parallel.cp=2"],
+        "CP 2 (Ulysses) x ZeRO 3, full recomputation, clipping": [
+            "parallel.cp=2", "parallel.zero=3", "parallel.recompute=full", "optimizer.clip=0.1",
+        ],
+        "ZeRO 0, gradients sent in bf16": ["parallel.compression=bf16"],
+        "ZeRO 0, gradients sent in fp16": ["parallel.compression=fp16"],
+        "ZeRO 0, PowerSGD of rank 4 from step 5": [
+            "parallel.compression=powersgd", "parallel.compression_rank=4", "parallel.compression_start=5",
+        ],
+        "ZeRO 3, compiled blocks": ["parallel.zero=3", "compile=true"],
+    },
+    4: {
+        "ZeRO 3 in 2 replicas (HSDP)": ["parallel.zero=3", "parallel.replicate=2"],
+        "ZeRO 1 in 2 replicas, clipping": ["parallel.zero=1", "parallel.replicate=2", "optimizer.clip=0.1"],
+        "TP 2 x ZeRO 0": ["parallel.tp=2"],
+        "TP 2 x ZeRO 1, accumulation": ["parallel.tp=2", "parallel.zero=1", "micro_batch=1"],
+        "TP 2 x ZeRO 3, clipping": ["parallel.tp=2", "parallel.zero=3", "optimizer.clip=0.1"],
+        "TP 2 x ZeRO 3, full recomputation": ["parallel.tp=2", "parallel.zero=3", "parallel.recompute=full"],
+        "TP 2 x ZeRO 3, autocast-bf16": ["parallel.tp=2", "parallel.zero=3", "precision.mode=autocast-bf16"],
+        "PP 2 x ZeRO 0, 1F1B": ["parallel.pp=2"],
+        "PP 2 x ZeRO 1, interleaved": ["parallel.pp=2", "parallel.zero=1", "parallel.pipeline=interleaved"],
+        "PP 2 x ZeRO 2, zero-bubble, clipping": [
+            "parallel.pp=2", "parallel.zero=2", "parallel.pipeline=zero-bubble", "micro_batch=1", "optimizer.clip=0.1",
+        ],
+        "PP 2 x ZeRO 1, fp16 with master weights": [
+            "parallel.pp=2", "parallel.zero=1", "precision.mode=fp16", "precision.loss_scale=1024",
+        ],
+        "PP 2 x TP 2, zero-bubble, clipping": [
+            "parallel.pp=2", "parallel.tp=2", "parallel.pipeline=zero-bubble", "optimizer.clip=0.1",
+        ],
+        "CP 2 (Ulysses) x ZeRO 3 in 2 replicas": ["parallel.cp=2", "parallel.zero=3", "parallel.replicate=2"],
+        "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
+    },
+    8: {
+        "PP 2 x ZeRO 1 x TP 2, 1F1B, clipping": [
+            "parallel.pp=2", "parallel.tp=2", "parallel.zero=1", "optimizer.clip=0.1",
+        ],
+    },
+}  # fmt: skip
+# What is saved on each world size, and under what each of them is taken up.
+SAVED = {
+    2: {"ddp": ["parallel.zero=0"], "zero1": ["parallel.zero=1"], "pp": ["parallel.pp=2"]},
+    4: {
+        "zero3": ["parallel.zero=3"],
+        "hsdp": ["parallel.zero=3", "parallel.replicate=2"],
+        "tp_fsdp": ["parallel.tp=2", "parallel.zero=3"],
+        "pp_tp": ["parallel.pp=2", "parallel.tp=2", "parallel.pipeline=interleaved"],
+    },
 }
-SAVED = {"ddp": ["parallel.zero=0"], "zero1": ["parallel.zero=1"], "zero3": ["parallel.zero=3"]}
+TAKEN_UP = {
+    2: {**SAVED[2], "tp": ["parallel.tp=2"], "zero3": ["parallel.zero=3"]},
+    4: {**SAVED[4], "ddp": ["parallel.zero=0"]},
+}
+# One plain step under these gives one process's gradient.
+GRADIENTS = {
+    2: {
+        "zero3": ["parallel.zero=3"],
+        "tp": ["parallel.tp=2"],
+        "cp": ["parallel.cp=2"],
+        "pp": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
+    },
+    4: {"zero3": ["parallel.zero=3"], "tp_fsdp": SAVED[4]["tp_fsdp"], "pp_tp": SAVED[4]["pp_tp"]},
+}
+
+
+def rows(world: int) -> dict[str, list[str]]:
+    """The rows of a world size."""
+    return {**(ROWS if world in (2, 4) else {}), **ONLY[world]}
 
 
 def config(overrides: list[str]) -> TrainConfig:
@@ -56,6 +146,7 @@ def config(overrides: list[str]) -> TrainConfig:
         "global_batch": 8,
         "micro_batch": 2,
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "tensor_parallel": PLAN,
     }
     from accel.train.config import override
 
@@ -64,9 +155,18 @@ def config(overrides: list[str]) -> TrainConfig:
     return TrainConfig.from_dict(body)
 
 
+@cache
+def _join(layout: ParallelConfig) -> Ranks:
+    """Process groups are made once for each layout, which saves most of the time of a row."""
+    return join(TrainConfig(parallel=layout, global_batch=8 * 1024, micro_batch=1))
+
+
 def start(overrides: list[str], out: Path) -> Trainer:
     made = config(overrides)
-    return Trainer(made, out, join(made))
+    p = made.parallel
+    made.validate(int(os.environ.get("WORLD_SIZE", "1")))
+    layout = ParallelConfig(zero=min(p.zero, 1), replicate=p.replicate, tp=p.tp, pp=p.pp, cp=p.cp)
+    return Trainer(made, out, _join(layout))
 
 
 def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
@@ -76,9 +176,22 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 def main(folder: Path, others: list[Path]) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    found: dict[str, Any] = {"parity": {}, "bytes": {}, "resumed": {}}
-    for name, overrides in {**ROWS, **(HYBRID if world == 4 else {})}.items():
+    found: dict[str, Any] = {"parity": {}, "bytes": {}, "resumed": {}, "final": {}}
+    for name, overrides in rows(world).items():
         found["parity"][name] = losses(start(overrides, folder / "none"))
+    if world in SAVED:
+        _bytes(found, folder)
+        _overflow(found, folder)
+        _gradients(world, folder)
+        _save(found, world, folder)
+        for source in (folder, *others):
+            resume(found, source, world)
+    if world == 2:
+        found["refused"] = _refused(folder)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def _bytes(found: dict[str, Any], folder: Path) -> None:
     for zero in (0, 1, 2, 3):
         trainer = start([f"parallel.zero={zero}", "optimizer.name=adamw"], folder / "none")
         trainer.one_step(trainer.batches())
@@ -87,11 +200,9 @@ def main(folder: Path, others: list[Path]) -> None:
             "parameters": sum(t.nbytes for t in local),
             "optimizer": sum(t.nbytes for t in trainer.optimizer.tensors()),
         }
-    trainer = start(["parallel.zero=3", "optimizer.lr=1", "optimizer.momentum=0"], folder / "none")
-    trainer.one_step(trainer.batches())
-    weights = gather(plain(trainer.called))
-    if weights is not None:
-        torch.save(weights, folder / "one_step.pt")
+
+
+def _overflow(found: dict[str, Any], folder: Path) -> None:
     spiky = [
         "precision.mode=autocast-fp16",
         f"loss={HERE}:overflow_once",
@@ -102,23 +213,75 @@ def main(folder: Path, others: list[Path]) -> None:
     batches = trainer.batches()
     seen = [trainer.one_step(batches) for _ in range(2)]
     found["spiky"] = [[s["skipped"], s["loss_scale"]] for s in seen]
-    for name, overrides in SAVED.items():
-        out = folder / name
-        trainer = start([*overrides, "checkpoint.asynchronous=" + ("true" if name == "zero1" else "false")], out)
+
+
+def _gradients(world: int, folder: Path) -> None:
+    for name, overrides in GRADIENTS[world].items():
+        trainer = start([*overrides, "optimizer.lr=1", "optimizer.momentum=0"], folder / "none")
+        trainer.one_step(trainer.batches())
+        weights = gather(trainer.module.state_dict(), trainer.ranks)
+        if weights is not None:
+            torch.save(weights, folder / f"gradient-{name}.pt")
+
+
+def _save(found: dict[str, Any], world: int, folder: Path) -> None:
+    for name, overrides in SAVED[world].items():
+        trainer = start(
+            [*overrides, "checkpoint.asynchronous=" + ("true" if name == "zero1" else "false")], folder / name
+        )
         losses(trainer, HALF)
-        trainer.save()
-        trainer.checkpoints.wait()
-    continued = SAVED | ({"hsdp": HYBRID["ZeRO 3 in 2 replicas (HSDP)"]} if world == 4 else {})
-    for source in (folder, *others):
-        for saved in SAVED:
-            for name, overrides in continued.items():
-                trainer = start(overrides, source / saved)
-                trainer.resume()
-                assert trainer.step == HALF
-                found["resumed"][f"{source.name} {saved} -> {world} {name}"] = losses(trainer)
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+        trainer.finish()
+        written = load_file(folder / name / "final" / "model-00001-of-00001.safetensors")
+        own = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in trainer.module.state_dict().items()}
+        found["final"][name] = {
+            "equal": all(torch.equal(value, written[n]) for n, value in own.items()),
+            "names": sorted(own),
+            "written": sorted(written),
+        }
+
+
+def resume(found: dict[str, Any], source: Path, world: int) -> None:
+    """Go on from every checkpoint in ``source`` under every layout of ``world`` ranks."""
+    for saved in sorted({name for names in SAVED.values() for name in names if (source / name).is_dir()}):
+        for name, overrides in TAKEN_UP[world].items():
+            trainer = start(overrides, source / saved)
+            trainer.resume()
+            assert trainer.step == HALF
+            found["resumed"][f"{source.name} {saved} -> {world} {name}"] = losses(trainer)
+
+
+def _refused(folder: Path) -> dict[str, str]:
+    """What is said about a plan that leaves something out, and data that can't be cut."""
+    said = {}
+    for name, plan, overrides in (
+        ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
+        ("odd length", PLAN, [f"data={HERE}:odd_data"]),
+        ("cut too late", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=blocks.0"]),
+        ("cut too early", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=embed.tokens"]),
+        ("wrong chain", PLAN, [f"model={HERE}:wrong_chain", "parallel.tp=1", "parallel.pp=2"]),
+    ):
+        made = dataclasses.replace(config(["parallel.tp=2", *overrides]), tensor_parallel=plan)
+        try:
+            p = made.parallel
+            trainer = Trainer(made, folder / "none", _join(ParallelConfig(tp=p.tp, pp=p.pp, cp=p.cp)))
+            trainer.one_step(trainer.batches())
+        except AccelError as error:
+            said[name] = str(error)
+    return said
+
+
+def again(folder: Path, others: list[Path]) -> None:
+    """Only take up what others saved."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {"resumed": {}}
+    for source in others:
+        resume(found, source, world)
+    if rank == 0:
+        (folder / "again.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(a) for a in sys.argv[2:]])
+    program = again if sys.argv[1] == "again" else main
+    arguments = [Path(a) for a in sys.argv[1:] if a != "again"]
+    program(arguments[0], arguments[1:])
     torch.distributed.destroy_process_group()

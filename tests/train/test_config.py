@@ -19,10 +19,14 @@ def _config(**tables: object) -> TrainConfig:
 def test_toml_and_overrides(tmp_path: Path) -> None:
     """Fails if an override is lost, read as another type, or the written config reads back as another one."""
     file = tmp_path / "run.toml"
-    file.write_text("model = 'm:f'\nsteps = 7\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n")
+    file.write_text(
+        "model = 'm:f'\nsteps = 7\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n"
+        "[tensor_parallel]\n'blocks.*.up' = 'column'\n"
+    )
     config = TrainConfig.load(file, ["optimizer.lr=2e-3", "parallel.zero=3", "model=a.b:c", "micro-batch=4"])
     assert (config.optimizer.lr, config.parallel.zero, config.model) == (2e-3, 3, "a.b:c")
     assert (config.steps, config.micro_batch, config.optimizer.betas) == (7, 4, (0.8, 0.9))
+    assert config.tensor_parallel == {"blocks.*.up": "column"}
     again = tmp_path / "again.toml"
     again.write_text(config.to_toml())
     assert TrainConfig.load(again) == config
@@ -36,6 +40,8 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
         ("steps = 'many'", "", "steps is 'many', it has to be a whole number"),
         ("steps = [", "", "is no TOML file"),
         ("optimizer = 3", "", "optimizer is a table"),
+        ("tensor_parallel = 'all'", "", "tensor_parallel is a table of texts"),
+        ("[tensor_parallel]\nhead = 3", "", "tensor_parallel is a table of texts"),
         ("", "steps", "write --key=value"),
         ("[optimizer]\nbetas = 3", "", "is a list of numbers"),
         ("[optimizer]\nbetas = [1]", "", "has 1 numbers; give two"),
@@ -58,7 +64,15 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
         ({"global_batch": 8, "micro_batch": 8}, 2, "use --global-batch=16"),
         ({"parallel": {"tp": 3}}, 4, "use a multiple of 3 ranks"),
         ({"parallel": {"replicate": 3}}, 4, "don't divide into 3 replicas"),
-        ({"parallel": {"tp": 2}, "shape": {"vocab": 61}}, 4, "61 vocab don't divide by tp 2"),
+        ({"parallel": {"tp": 2}, "shape": {"heads": 3}}, 4, "3 heads don't divide by tp 2"),
+        ({"tensor_parallel": {"blocks.*": "diagonal"}}, 2, "is 'diagonal'; use one of column"),
+        ({"parallel": {"cp": 2, "tp": 2}}, 4, "use tp 1 and pp 1 with cp"),
+        ({"parallel": {"cp": 3}}, 4, "tp 1 x pp 1 x cp 3; use a multiple of 3 ranks"),
+        ({"parallel": {"compression": "int3"}}, 2, "use one of none, bf16, fp16, powersgd"),
+        ({"parallel": {"compression": "bf16", "zero": 1}}, 2, "use parallel.zero = 0"),
+        ({"compile": True, "parallel": {"tp": 2}}, 2, "use compile = false"),
+        ({"parallel": {"pp": 4}, "global_batch": 8, "micro_batch": 4}, 4, "use --micro-batch=2"),
+        ({"parallel": {"pp": 2, "pipeline": "interleaved"}, "global_batch": 5, "micro_batch": 1}, 2, "a multiple of 2"),
         ({"parallel": {"pp": 2, "zero": 3}}, 4, "use parallel.zero = 2 with pp"),
         ({"parallel": {"offload": True}}, 2, "ZeRO 0 has none"),
         ({"steps": 0}, 1, "steps is 0"),

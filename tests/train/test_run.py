@@ -18,7 +18,8 @@ from accel.errors import BadCheckpoint, BadConfig, BadData, InvalidModel, Traini
 from accel.sources import open_source
 from accel.train.config import TrainConfig
 from accel.train.launch import train
-from accel.train.loop import Trainer, join
+from accel.train.layout import join
+from accel.train.loop import Trainer
 
 SMALL = Path(__file__).parent / "small.py"
 
@@ -58,6 +59,23 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert digits.top1({"logits": found}, test) == pytest.approx(body["metrics"]["top1"])
 
 
+@pytest.mark.slow
+def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if what FSDP and tensor parallel trained together, or a pipeline, isn't a source for export and bench as it
+    is, or the exported model isn't what was trained."""
+    out, model = tmp_path / "run", tmp_path / "gpt.onnx"
+    small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --json -q"
+    assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] < 4.5  # log 128 is 4.85
+    assert run(group, ["export", str(out), "-o", str(model), "--no-cache", "-q"]) == 0
+    quick = "--rounds 5 --budget-seconds 0 --block-seconds 0.02 --json -q"
+    capsys.readouterr()
+    assert run(group, f"bench {model} --against {out} {quick}".split()) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert len(rows) == 2
+    assert max(row["max_abs_diff"] for row in rows) < 1e-3
+
+
 def _log(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
@@ -92,7 +110,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     text = SMALL.read_text() + "\n\ndef broken(outputs, targets):\n    total, count = overflow_once(outputs, targets)\n"
     (tmp_path / "broken.py").write_text(text + "    return total * float('nan'), count\n")
     config = TrainConfig.from_dict({**_plain(config), "loss": f"{tmp_path / 'broken.py'}:broken"})
-    with pytest.raises(TrainingFailed, match=r"the loss is nan at step 3; .* the gradient of tokens.weight"):
+    with pytest.raises(TrainingFailed, match=r"the loss is nan at step 3; .* the gradient of embed.tokens.weight"):
         train(config, tmp_path)
     assert [f.name for f in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000002"]
 
@@ -127,24 +145,48 @@ def _trainer(out: Path, **tables: object) -> Trainer:
     return Trainer(config, out, join(config))
 
 
-def test_damaged_checkpoints_are_named_and_unfinished_ones_left_alone(tmp_path: Path) -> None:
-    """Fails if a cut shard is loaded or not named, or a folder without its last file is resumed from."""
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
+    """Fails if a shard that is cut, changed in one bit or missing is loaded, isn't named, or ends the run."""
+    trainer = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
+    batches = trainer.batches()
+    losses = []
+    for _ in range(3):
+        losses.append(trainer.one_step(batches)["loss"])
+        trainer.save()
+    newest = tmp_path / "checkpoints" / "step-00000003"
+    shard = newest / ".metadata" if damage == "metadata" else next(newest.glob("*.distcp"))
+    whole = bytearray(shard.read_bytes())
+    if damage == "gone":
+        shard.unlink()
+    else:
+        whole[len(whole) // 2] ^= 1
+        shard.write_bytes(whole[: len(whole) // 2] if damage == "cut" else whole)
+    resumed = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
+    resumed.resume()
+    assert resumed.step == 2
+    assert shard.name in resumed.checkpoints.damaged[0]
+    assert resumed.one_step(resumed.batches())["loss"] == losses[2]
+    resumed.save()  # writes the damaged one anew
+    again = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
+    again.resume()
+    assert (again.step, again.checkpoints.damaged) == (3, [])
+
+
+def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    """Fails if a folder without its last file is resumed from, or a run whose checkpoints are all bad starts over."""
     trainer = _trainer(tmp_path)
     trainer.one_step(trainer.batches())
     trainer.save()
     trainer.one_step(trainer.batches())
     trainer.save()
-    newest = tmp_path / "checkpoints" / "step-00000002"
-    shard = next(newest.glob("*.distcp"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(BadCheckpoint, match=rf"{shard.name} is missing or cut short; delete step-00000002"):
-        _trainer(tmp_path).resume()
-    shard.write_bytes(whole)
-    (newest / "run.json").unlink()
+    (tmp_path / "checkpoints" / "step-00000002" / "run.json").unlink()
     resumed = _trainer(tmp_path)
     resumed.resume()
     assert resumed.step == 1
+    next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
+    with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .* is missing or cut short; restore it"):
+        _trainer(tmp_path).resume()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -176,7 +218,10 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--learning-rate=3"], "has no learning_rate"),
         (["examples/digits.toml", "--nproc", "3"], "use --global-batch="),
         (["examples/digits.toml", "stray"], "write --key=value"),
-        (["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"], "set parallel.tp"),
+        (
+            ["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"],
+            "needs a plan of what is cut",
+        ),
     ):
         assert run(group, ["train", *words, "--out", str(tmp_path / "run"), "-q"]) == 2
         error = capsys.readouterr().err
@@ -198,28 +243,95 @@ def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
         train(TrainConfig.from_dict({}), tmp_path)
 
 
+_COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
+# Where a rank is killed, once: in a step, with its shards of a checkpoint written, with half of final/ written.
+_KILLS = {
+    "in a step": """
+def dies(outputs, targets):
+    from accel.train.loss import cross_entropy
+    global _calls
+    _calls += 1
+    if _calls == 11:
+        kill("1")
+    return cross_entropy(outputs, targets)
+""",
+    "in a checkpoint": """
+from accel.train.checkpoint import Checkpoints
+finish = Checkpoints._finish
+def _finish(self, final, run):
+    if run["step"] == 6:
+        kill("0")
+    finish(self, final, run)
+Checkpoints._finish = _finish
+from accel.train.loss import cross_entropy as dies
+""",
+    "in the consolidation": """
+import accel.train.final
+sha256 = accel.train.final.file_sha256
+def file_sha256(file):
+    kill("0")
+    return sha256(file)
+accel.train.final.file_sha256 = file_sha256
+from accel.train.loss import cross_entropy as dies
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    out = tmp_path_factory.mktemp("calm")
+    train(_config(**_COMMON), out, nproc=2)
+    return out
+
+
 @pytest.mark.slow
-def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
-    """Fails if a SIGKILL in the middle ends the run, or what follows isn't the curve of a run that nobody disturbed."""
+@pytest.mark.parametrize("where", _KILLS)
+def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
+    """Fails if a SIGKILL ends the run, what follows isn't the curve of a run that nobody disturbed, the weights differ
+    in the end, or something half-written is left."""
     source = tmp_path / "source.py"
     source.write_text(
-        SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\nFLAG = Path(__file__).with_name('killed')\n\n"
-        "def dies_once(outputs, targets):\n"
+        SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
+        "def kill(rank):\n    flag = Path(__file__).with_name('killed')\n"
+        "    if os.environ['RANK'] == rank and not flag.exists():\n"
+        "        flag.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n\n" + _KILLS[where]
+    )
+    out = tmp_path / "killed_run"
+    result = train(_config(loss=f"{source}:dies", **_COMMON), out, nproc=2, max_restarts=1)
+    assert (tmp_path / "killed").exists()
+    assert result["steps"] == 8
+    undisturbed, disturbed = _log(calm), _log(out)
+    assert len(undisturbed) == 8
+    assert len(disturbed) >= 8
+    assert disturbed[-2:] == pytest.approx(undisturbed[-2:], abs=1e-6)
+    assert not [path.name for path in (*out.iterdir(), *(out / "checkpoints").iterdir()) if path.name.startswith(".")]
+    from safetensors.torch import load_file
+
+    weights, expected = (
+        load_file(str(folder / "final" / "model-00001-of-00001.safetensors")) for folder in (out, calm)
+    )
+    assert all(torch.allclose(weights[name], expected[name], atol=1e-6) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
+    """Fails if a rank that sleeps or is stopped keeps the run for ever, or one that waits for it is blamed."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        SMALL.read_text() + "\n\nimport signal, time\n\n"
+        "def hangs(outputs, targets):\n"
         "    from accel.train.loss import cross_entropy\n"
         "    global _calls\n    _calls += 1\n"
-        "    if _calls == 11 and os.environ['RANK'] == '1' and not FLAG.exists():\n"
-        "        FLAG.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"    if _calls == 4 and os.environ['RANK'] == '1':\n        {how}\n"
         "    return cross_entropy(outputs, targets)\n"
     )
-    common = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-    config = _config(loss=f"{source}:dies_once", **common)
-    result = train(config, tmp_path / "killed_run", nproc=2, max_restarts=1)
-    assert (tmp_path / "killed").exists()
-    train(_config(**common), tmp_path / "calm", nproc=2)
-    calm, disturbed = _log(tmp_path / "calm"), _log(tmp_path / "killed_run")
-    assert result["steps"] == 8
-    assert len(disturbed) > len(calm) == 8
-    assert disturbed[-4:] == pytest.approx(calm[-4:], abs=1e-6)
+    config = _config(steps=50, loss=f"{source}:hangs", hang_seconds=15.0, parallel={"zero": 3})
+    where = "is in hangs at .*source.py" if "sleep" in how else "doesn't answer"
+    with pytest.raises(TrainingFailed, match=rf"no step in 15 s: rank 1 {where}") as caught:
+        train(config, tmp_path / "run", nproc=2)
+    assert "rank 0" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -1,0 +1,77 @@
+"""From the config to a model that is laid out over the ranks, and the passes that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.errors import BadConfig
+from accel.plan.measure import blocks
+from accel.train import context_parallel, tensor_parallel
+from accel.train import loss as losses
+from accel.train.compression import compress
+from accel.train.config import TrainConfig
+from accel.train.inputs import input_names
+from accel.train.layout import Ranks
+from accel.train.passes import Accumulated, Passes
+from accel.train.precision import parameter_dtype
+from accel.train.recompute import recompute
+from accel.train.zero import shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """``module``: what this rank holds, by the names that the whole model has. ``inputs``: the names of its inputs."""
+
+    module: nn.Module
+    passes: Passes
+    inputs: Sequence[str]
+
+
+def make_model(spec: str) -> nn.Module:
+    """The model of a factory. Raises ``BadConfig`` where that makes something else."""
+    from accel.sources.python_object import load_object
+    from accel.sources.torch_source import call_factory
+
+    made = call_factory(load_object(spec, "factory")[1], spec)
+    made = made[0] if isinstance(made, tuple) else made
+    if not isinstance(made, nn.Module):
+        raise BadConfig(f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module")
+    return made
+
+
+def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[Any]) -> Built:
+    """This rank's part of ``config``'s model, cut, recomputed and sharded as it says."""
+    p, mode = config.parallel, config.precision.resolved
+    torch.manual_seed(config.seed)  # the same weights on every rank
+    module = make_model(config.model).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
+    inputs = input_names(module)
+    if ranks.cp is not None:
+        context_parallel.share(module, config, ranks, data)
+    recompute(module, p.recompute)
+    if config.compile:
+        for block in blocks(module):
+            block.compile()
+    styles = tensor_parallel.match(module, config.tensor_parallel) if ranks.tp is not None else {}
+    if ranks.pp is not None:
+        from accel.train import pipeline
+
+        stages = pipeline.cut(module, config, ranks, data)
+        module = pipeline.whole(stages)
+    if ranks.tp is not None:
+        tensor_parallel.distribute(module, ranks.tp, styles, sequence=p.sequence_parallel)
+    ddp = ranks.tp is None and ranks.pp is None
+    if ranks.pp is not None:
+        for stage in stages:
+            shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
+        return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs)
+    called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module))
+    if isinstance(called, DistributedDataParallel):
+        compress(called, p)
+    passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)
+    return Built(module=module, passes=passes, inputs=inputs)

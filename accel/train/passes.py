@@ -1,0 +1,63 @@
+"""The forward and backward passes of a step, micro-batches in turn; pipelines have ``accel.train.pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from accel.train import loss as losses
+from accel.train.context_parallel import part
+from accel.train.inputs import call, to_device
+from accel.train.precision import autocast, parameter_dtype
+from accel.train.zero import micro_batch
+
+Batch = tuple[Any, torch.Tensor]
+
+
+class Passes(Protocol):
+    """What leaves the gradients of a step in the parameters."""
+
+    def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
+        """Forward and backward of ``forth`` times the sum of the losses; [sum of losses, counted targets] of this
+        rank."""
+        ...
+
+
+class Accumulated:
+    """Micro-batches in turn, gradients accumulated."""
+
+    def __init__(
+        self, module: nn.Module, loss: losses.Loss, *, zero: int, mode: str, device: torch.device, cp: DeviceMesh | None
+    ) -> None:
+        self.module, self.loss, self.zero, self.mode, self.device = module, loss, zero, mode, device
+        self.cp = cp
+
+    def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
+        seen = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for index, (x, y) in enumerate(batches):
+            with micro_batch(self.module, self.zero, last=index == len(batches) - 1):
+                with autocast(self.mode, self.device.type):
+                    outputs = call(self.module, to_device(x, self.device, parameter_dtype(self.mode)))
+                targets = y.to(self.device) if self.cp is None else part(y.to(self.device), self.cp)
+                seen += backward(outputs, targets, self.loss, forth)
+        return seen
+
+
+def backward(outputs: torch.Tensor, targets: torch.Tensor, loss: losses.Loss, forth: float) -> torch.Tensor:
+    """The backward pass of ``forth`` times the loss; [loss, counted targets] in float64."""
+    with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
+        total, count = loss(losses.seen_by(loss, outputs), targets)
+        torch.autograd.backward(total * forth)
+    return losses.pair(total, count)
+
+
+def take(batches: Iterator[Batch], count: int) -> list[Batch]:
+    """The next ``count`` micro-batches."""
+    return [next(batches) for _ in range(count)]

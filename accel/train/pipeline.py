@@ -1,0 +1,248 @@
+"""Pipeline parallel: a model that is a chain of modules, cut into stages of equal cost, on torch's schedules.
+
+    gpipe        all forward passes, then all backward passes           Huang et al. 2019
+    1f1b         one forward, one backward in turn                      Narayanan et al. 2019, "PipeDream"
+    interleaved  two stages a rank, 1f1b over them                      Narayanan et al. 2021, section 2.2
+    zero-bubble  two stages a rank in a V, backward in two halves       Qi et al. 2024, "Zero Bubble", ZB-V
+
+The chain is an ``nn.Sequential``, or what the model's attribute ``pipeline_chain`` names: the modules that ``forward``
+is, one after the other (a ``ModuleList`` stands for its entries). That it is one is tried on a sample before it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel.errors import BadConfig
+from accel.plan.measure import blocks
+from accel.train import loss as losses
+from accel.train.config import TrainConfig
+from accel.train.inputs import call, to_device
+from accel.train.layout import Ranks
+from accel.train.passes import Batch
+from accel.train.precision import autocast, parameter_dtype
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+    "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": torch_schedules.ScheduleZBVZeroBubble,
+}
+# Schedules that give every rank two stages.
+TWO_STAGES = ("interleaved", "zero-bubble")
+
+
+class Stage(nn.Module):
+    """Some parts of a chain, one after the other, under the names that they have in the whole model."""
+
+    def __init__(self, parts: Mapping[str, nn.Module], mode: str) -> None:
+        super().__init__()
+        self._order, self._mode = list(parts), mode
+        for name, part in parts.items():
+            *folders, last = name.split(".")
+            home: nn.Module = self
+            for folder in folders:
+                if folder not in home._modules:
+                    home.add_module(folder, nn.Module())
+                home = home.get_submodule(folder)
+            home.add_module(last, part)
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        """The chain's result after this stage."""
+        x: Any = inputs
+        with autocast(self._mode, inputs[0].device.type):
+            for name in self._order:
+                x = call(self.get_submodule(name), x)
+        found: torch.Tensor = x
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A stage that this rank holds: ``index`` of ``count``, and which of its modules are gathered together."""
+
+    module: Stage
+    index: int
+    count: int
+    blocks: Sequence[nn.Module]
+
+
+def chain(module: nn.Module) -> list[str]:
+    """The names of the modules that ``module`` is a chain of. Raises ``BadConfig`` where it doesn't say."""
+    names = getattr(module, "pipeline_chain", None)
+    if names is None and isinstance(module, nn.Sequential):
+        return [name for name, _ in module.named_children()]
+    if names is None:
+        raise BadConfig(
+            f"{type(module).__name__} doesn't say where a pipeline may cut; make it an nn.Sequential, or name the "
+            "modules that its forward is, one after the other, in its attribute pipeline_chain"
+        )
+    found = []
+    for name in names:
+        try:
+            part = module.get_submodule(name)
+        except AttributeError:
+            raise BadConfig(f"pipeline_chain names {name}, which the model hasn't; correct it") from None
+        several = isinstance(part, nn.ModuleList)
+        found += [f"{name}.{index}" for index, _ in part.named_children()] if several else [name]
+    return found
+
+
+@torch.no_grad()
+def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
+    """What each part of the chain costs on ``inputs``: FLOPs of its forward pass (parameters where no part has any).
+
+    Raises ``BadConfig`` where the chain isn't the model: it gives something else, or leaves parameters out.
+    """
+    owned = {id(p) for name in names for p in module.get_submodule(name).parameters()}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in owned:
+            raise BadConfig(f"{name} is in no part of the pipeline's chain; pipeline_chain has to name all of forward")
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        expected = call(module, inputs)
+        found, x = [], inputs
+        for name in names:
+            with FlopCounterMode(display=False) as counter:
+                x = call(module.get_submodule(name), x)
+            found.append(float(counter.get_total_flops()))
+    except BadConfig:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadConfig(
+            f"the pipeline's chain can't be run ({reason}); each part takes what the one before gave"
+        ) from error
+    finally:
+        for part in training:
+            part.training = True
+    if x.shape != expected.shape or not torch.allclose(x.float(), expected.float(), rtol=1e-3, atol=1e-5):
+        raise BadConfig(
+            "the pipeline's chain gives something else than the model; pipeline_chain has to be its forward"
+        )
+    if not any(found):
+        found = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in names]
+    return found
+
+
+def balance(costs: Sequence[float], stages: int) -> list[range]:
+    """``costs`` cut into ``stages`` runs, none empty, so that the dearest run costs least (exact, by dynamic
+    programming)."""
+    count = len(costs)
+    if count < stages:
+        raise BadConfig(f"a chain of {count} parts can't be cut into {stages} stages; use a smaller pp")
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[k][n]: the dearest of k runs over the first n parts, and where the last of them begins
+    best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
+    for k in range(1, stages + 1):
+        row = [(float("inf"), 0)] * k
+        row += [
+            min((max(best[k - 1][cut][0], total[n] - total[cut]), cut) for cut in range(k - 1, n))
+            for n in range(k, count + 1)
+        ]
+        best.append(row)
+    ends = [count]
+    for k in range(stages, 0, -1):
+        ends.append(best[k][ends[-1]][1])
+    ends.reverse()
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+def places(pp: int, schedule: str) -> list[list[int]]:
+    """The stages of each rank: one, or two in a loop (interleaved) or in a V (zero-bubble)."""
+    if schedule == "interleaved":
+        return [[rank, pp + rank] for rank in range(pp)]
+    if schedule == "zero-bubble":
+        return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
+    return [[rank] for rank in range(pp)]
+
+
+def cut(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> list[Cut]:
+    """This rank's stages of ``module``."""
+    assert ranks.pp is not None
+    mode = config.precision.resolved
+    names = chain(module)
+    _not_tied(module, names)
+    sample = torch.utils.data.default_collate([data[0]])[0]
+    found = costs(module, names, to_device(sample, ranks.device, parameter_dtype(mode)))
+    mine = places(ranks.pp.size(), config.parallel.pipeline)
+    runs = balance(found, sum(map(len, mine)))
+    every = {id(block) for block in blocks(module)} | {id(module.get_submodule(name)) for name in names if "." in name}
+    stages = []
+    for index in mine[ranks.pp.get_local_rank()]:
+        parts = {names[i]: module.get_submodule(names[i]) for i in runs[index]}
+        inside = [m for part in parts.values() for m in part.modules() if id(m) in every]
+        stages.append(Cut(module=Stage(parts, mode), index=index, count=len(runs), blocks=inside))
+    return stages
+
+
+def _not_tied(module: nn.Module, names: Sequence[str]) -> None:
+    owner: dict[int, str] = {}
+    for name in names:
+        for parameter in module.get_submodule(name).parameters():
+            if owner.setdefault(id(parameter), name) != name:
+                raise BadConfig(
+                    f"{owner[id(parameter)]} and {name} share a parameter, and stages can't; untie them, or use pp 1"
+                )
+
+
+def whole(stages: Sequence[Cut]) -> nn.Module:
+    """All of a rank's stages as one module, for names and parameters."""
+    return Stage({name: s.module.get_submodule(name) for s in stages for name in s.module._order}, "fp32")
+
+
+class Pipelined:
+    """The passes of a step through a pipeline: the micro-batches of a step go through the stages together."""
+
+    def __init__(self, stages: Sequence[Cut], config: TrainConfig, ranks: Ranks, loss: losses.Loss) -> None:
+        assert ranks.pp is not None
+        self.loss, self.ranks, self.dtype = loss, ranks, parameter_dtype(config.precision.resolved)
+        self.forth = 1.0
+        self.count = config.accumulation(ranks.world)
+        self.pairs: list[torch.Tensor] = []
+        group = ranks.pp.get_group()
+        made = [PipelineStage(s.module, s.index, s.count, ranks.device, group=group) for s in stages]
+        kind = _SCHEDULES[config.parallel.pipeline]
+        self.first, self.last = any(s.is_first for s in made), any(s.is_last for s in made)
+        self.schedule = kind(
+            made if config.parallel.pipeline in TWO_STAGES else made[0],
+            self.count,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        total, count = self.loss(losses.seen_by(self.loss, outputs), targets)
+        self.pairs.append(losses.pair(total, count))
+        return total * self.forth
+
+    def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
+        """One step; what the last stage's rank counted, zeros on the others."""
+        self.forth = forth
+        self.pairs.clear()
+        inputs: tuple[Any, ...] = ()
+        if self.first:
+            given = [x if isinstance(x, tuple | list) else (x,) for x, _ in batches]
+            if any(isinstance(x, Mapping) for x, _ in batches):
+                raise BadConfig("a pipeline takes inputs by position; let the data give tensors or tuples, no dicts")
+            inputs = to_device(tuple(map(torch.cat, zip(*given, strict=True))), self.ranks.device, self.dtype)
+        target = torch.cat([y for _, y in batches]).to(self.ranks.device) if self.last else None
+        with loss_parallel():  # the backward pass of a cut vocabulary runs inside
+            self.schedule.step(*inputs, **({"target": target} if self.last else {}))
+        if not self.last:
+            return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        # Before the first step torch calls the loss once more, on memory that nobody wrote, to learn the shapes.
+        return torch.stack(self.pairs[-self.count :]).sum(0)

@@ -1,0 +1,205 @@
+"""Tensor and sequence parallel from a plan by module-name pattern, on PyTorch's DTensor styles.
+
+    [tensor_parallel]
+    "embed.tokens" = "vocabulary"               # an embedding or the head: cut along the vocabulary
+    "embed.positions" = "split"                 # works on everything, gives each rank its part of the sequence
+    "blocks.*.norm?" = "sequence"               # works on each rank's part of the sequence
+    "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
+    "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks
+
+Column and row cuts: Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel: Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2; hidden states are [batch, sequence,
+hidden], between the modules of the plan each rank holds its part of the sequence, ``column`` gathers it and ``row``
+reduces and scatters it. The model's code sees plain tensors; only logits stay a DTensor, whose cross entropy is
+computed without gathering them. A head count in the code has to be what is left of it: ``view(b, s, -1, width)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from accel.errors import BadConfig, BadData, TrainingFailed
+
+_SEQUENCE = 1
+
+
+def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The style of each module that a pattern of ``plan`` names; ``*`` stands for anything but a dot.
+
+    Raises ``BadConfig`` where a pattern names nothing, two disagree, or a style doesn't fit its module.
+    """
+    found: dict[str, str] = {}
+    modules = dict(module.named_modules())
+    for pattern, style in plan.items():
+        names = [name for name in modules if fits(name, pattern)]
+        if not names:
+            some = ", ".join([name for name in modules if name][:6])
+            raise BadConfig(f"tensor_parallel.{pattern!r} names no module of the model; its modules are {some}, ...")
+        for name in names:
+            if found.setdefault(name, style) != style:
+                raise BadConfig(f"tensor_parallel calls {name} {found[name]} and {style}; keep one of them")
+            wanted = {"column": (nn.Linear,), "row": (nn.Linear,), "vocabulary": (nn.Linear, nn.Embedding)}
+            if not isinstance(modules[name], wanted.get(style, nn.Module)):
+                kinds = " or an ".join(kind.__name__ for kind in wanted[style])
+                raise BadConfig(f"{name} is a {type(modules[name]).__name__}, {style} cuts a {kinds}; correct the plan")
+    return found
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a module's ``name`` is what ``pattern`` stands for, part by part between the dots."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
+    """Cut the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place; names stay as they are.
+
+    ``sequence``: sequence parallel too. Raises ``BadConfig`` where a size doesn't divide (a vocabulary needn't).
+    """
+    shared = _shared(module)
+    gathered = _Gathered()
+    for name, style in styles.items():
+        try:
+            part = module.get_submodule(name)
+        except AttributeError:
+            continue  # of another pipeline stage
+        if isinstance(part, nn.Linear) and style in ("column", "row"):
+            size = part.out_features if style == "column" else part.in_features
+            if size % mesh.size():
+                raise BadConfig(f"{name} has {size} {style}s, which don't divide by tp {mesh.size()}; use a divisor")
+        for made in _styles(part, style, gathered, sequence=sequence):
+            parallelize_module(part, mesh, made, src_data_rank=None)  # every rank has the same weights already
+    for first, others in shared:
+        owner, _, key = first.rpartition(".")
+        for other in others:
+            to, _, name = other.rpartition(".")
+            setattr(module.get_submodule(to), name, getattr(module.get_submodule(owner), key))
+
+
+def _styles(part: nn.Module, style: str, gathered: _Gathered, *, sequence: bool) -> Iterable[ParallelStyle]:
+    whole = Shard(_SEQUENCE) if sequence else Replicate()
+    if style == "column":
+        yield _Column(gathered, input_layouts=whole)
+    elif style == "row":
+        yield RowwiseParallel(output_layouts=whole)
+    elif style == "vocabulary" and isinstance(part, nn.Linear):
+        yield ColwiseParallel(input_layouts=whole, use_local_output=False)
+    elif style == "vocabulary":
+        if sequence:
+            yield _Divides()
+        yield RowwiseParallel(input_layouts=Replicate(), output_layouts=whole)
+    elif style == "sequence" and sequence:
+        yield SequenceParallel(sequence_dim=_SEQUENCE, use_local_output=True)
+    elif style == "split" and sequence:
+        yield _Split()
+
+
+class _Gathered:
+    """The tensor that was gathered last: columns that share an input (query, key, value) gather it once."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor, int, bool, DTensor] | None = None
+
+    def of(self, x: torch.Tensor, mesh: DeviceMesh, layouts: Any) -> DTensor:
+        last, grad = self._last, torch.is_grad_enabled()
+        if last is not None and last[0] is x and last[1:3] == (x._version, grad):
+            return last[3]
+        whole = DTensor.from_local(x, mesh, layouts, run_check=False).redistribute(placements=(Replicate(),))
+        self._last = (x, x._version, grad, whole)
+        return whole
+
+
+class _Column(ColwiseParallel):
+    def __init__(self, gathered: _Gathered, **named: Any) -> None:
+        super().__init__(**named)
+        self.gathered = gathered
+
+    def _prepare_input_fn(  # type: ignore[override]
+        self, input_layouts: Any, _desired: Any, _module: nn.Module, inputs: Any, mesh: DeviceMesh
+    ) -> DTensor:
+        return self.gathered.of(inputs[0], mesh, input_layouts)
+
+
+class _Divides(ParallelStyle):
+    """Refuses a sequence that can't be cut evenly: DTensor would take the parts for equally long."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def check(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            _divides(inputs[0].shape[-1], device_mesh)
+
+        module.register_forward_pre_hook(check)
+        return module
+
+
+class _Split(ParallelStyle):
+    """Every rank computes the whole, [..., sequence, hidden], and goes on with its part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+            dim = output.ndim - 2
+            _divides(output.shape[dim], device_mesh)
+            whole = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
+            return whole.redistribute(placements=(Shard(dim),)).to_local()
+
+        module.register_forward_hook(cut)
+        return module
+
+
+def _divides(length: int, mesh: DeviceMesh) -> None:
+    if length % mesh.size():
+        raise BadData(
+            f"a sequence of {length} doesn't divide by tp {mesh.size()}; pad it, or use "
+            "--parallel.sequence_parallel=false"
+        )
+
+
+def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [(same[0], same[1:]) for same in names.values() if len(same) > 1]
+
+
+@torch.no_grad()
+def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+    """After a first backward pass: parameters outside the plan have the same gradient on every tensor-parallel rank.
+
+    Raises ``TrainingFailed`` with the first that hasn't: its module saw a part of the sequence or of the hidden states,
+    and every rank would go on with weights of its own.
+    """
+    outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
+    if not outside:
+        return
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for _, p in outside]
+    norms = torch.stack([g.double().norm() for g in local if g is not None])
+    all_norms = [torch.empty_like(norms) for _ in range(mesh.size())]
+    dist.all_gather(all_norms, norms, group=mesh.get_group())
+    largest = torch.stack(all_norms).amax(0)
+    spread = largest - torch.stack(all_norms).amin(0)
+    for (name, _), apart, size in zip(outside, spread.tolist(), largest.tolist(), strict=True):
+        if apart > 1e-3 * size:
+            module = name.rpartition(".")[0]
+            raise TrainingFailed(
+                f"{name} has another gradient on each tensor-parallel rank, because {module} sees a part of its input; "
+                f'give it a style, e.g. "{module}" = "sequence" in [tensor_parallel]'
+            )
+
+
+def _is_on(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    names = mesh.mesh_dim_names or ()
+    return isinstance(parameter, DTensor) and set(names) <= set(parameter.device_mesh.mesh_dim_names or ())

@@ -1,0 +1,90 @@
+"""A rank that hangs is found and named: all the others wait for it in a collective, and none of them can say for whom.
+
+Every rank leaves its process id and touches ``OUT/alive`` at each step. Where nobody did for ``hang_seconds``, every
+rank is asked for its stack by a signal, which a stopped one doesn't answer: ranks whose innermost frame is torch's
+are waiting, the one that is somewhere else hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import socket
+import sysconfig
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ALIVE = "alive"
+STACKS = "stacks"
+_FRAME = re.compile(r'File "(.+?)", line (\d+) in (.+)')
+_ANSWER_SECONDS = 3.0
+
+
+def clear(out: Path) -> None:
+    """Before the ranks are started."""
+    shutil.rmtree(out / STACKS, ignore_errors=True)
+    (out / STACKS).mkdir()
+    (out / ALIVE).touch()
+
+
+def enrol(out: Path, rank: int) -> None:
+    """In a rank, at its start: from now on SIGUSR1 writes its stack."""
+    folder = out / STACKS
+    folder.mkdir(exist_ok=True)
+    stream = (folder / f"rank-{rank}.txt").open("w")  # stays open as long as the rank lives
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)
+    (folder / f"rank-{rank}.pid").write_text(f"{socket.gethostname()} {os.getpid()}")
+
+
+def beat(out: Path) -> None:
+    """In any rank: this run goes on."""
+    with suppress(OSError):
+        os.utime(out / ALIVE)
+
+
+def silent_for(out: Path) -> float:
+    """Seconds since the last beat."""
+    with suppress(OSError):
+        return time.time() - (out / ALIVE).stat().st_mtime
+    return 0.0
+
+
+def who_hangs(out: Path) -> str:
+    """The ranks of this machine that don't wait for another one, and where they are, in words."""
+    pids = {}
+    for file in sorted((out / STACKS).glob("rank-*.pid")):
+        host, _, pid = file.read_text().partition(" ")
+        if host == socket.gethostname() and pid.isdigit():
+            pids[int(file.stem.partition("-")[2])] = int(pid)
+    for number in pids.values():
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGUSR1)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    said: dict[int, str] = {}
+    while time.monotonic() < deadline and len(said) < len(pids):
+        for rank in pids:
+            text = (out / STACKS / f"rank-{rank}.txt").read_text(errors="replace")
+            if _FRAME.search(text):
+                said[rank] = text
+        time.sleep(0.1)
+    hangs = [f"rank {rank} doesn't answer (stopped, or stuck in native code)" for rank in pids if rank not in said]
+    hangs += [f"rank {rank} is {where}" for rank, text in said.items() if (where := _outside_torch(text))]
+    return ", ".join(hangs) or "every rank waits for another one: the collectives don't fit together"
+
+
+def _outside_torch(stack: str) -> str:
+    """Where the innermost frame is, "" where it is torch's."""
+    frames = _FRAME.findall(stack)
+    installed = sysconfig.get_paths()["purelib"]
+    file, line, function = frames[0]
+    if file.startswith(f"{installed}/torch/"):
+        return ""
+    own = next(
+        ((f, n, w) for f, n, w in frames if not f.startswith((installed, sysconfig.get_paths()["stdlib"]))), None
+    )
+    file, line, function = own or (file, line, function)
+    return f"in {function} at {file}:{line}"

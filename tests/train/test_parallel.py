@@ -1,0 +1,101 @@
+"""Tensor-parallel plans and pipeline cuts on one process: what is named, what is refused, what is balanced."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accel.errors import BadConfig
+from accel.examples.gpt import GPT, GPTConfig
+from accel.train.pipeline import balance, chain, costs, places
+from accel.train.tensor_parallel import match
+
+
+def _gpt(layers: int = 3) -> GPT:
+    return GPT(GPTConfig(vocab=61, layers=layers, hidden=32, heads=4, seq=16))
+
+
+def test_a_plan_names_modules_by_pattern() -> None:
+    """Fails if a star crosses a dot, a pattern misses a block, or a style reaches a module that nobody named."""
+    plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
+    found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
+    names = ("query", "key", "value")
+    assert found == {
+        **{f"blocks.{i}.attention.{name}": "column" for i in range(2) for name in names},
+        **{f"blocks.{i}.attention.out": "row" for i in range(2)},
+    }
+    assert set(match(_gpt(), {"*": "split"})) == {"", "embed", "blocks", "norm", "head"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"layers.*.query": "column"}, "names no module of the model; its modules are embed, "),
+        ({"head": "column", "he*": "row"}, "calls head column and row; keep one"),
+        ({"norm": "row"}, "norm is a LayerNorm, row cuts a Linear"),
+        ({"norm": "vocabulary"}, "vocabulary cuts a Linear or an Embedding"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
+    """Fails if a plan for another model is taken for no plan at all, or cuts what can't be cut."""
+    with pytest.raises(BadConfig) as caught:
+        match(_gpt(), plan)
+    assert says in str(caught.value)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
+def test_stages_are_balanced(weights: list[int], stages: int) -> None:
+    """Fails if a part is lost, doubled or out of turn, a stage is empty, or another cut has a cheaper dearest stage."""
+    if len(weights) < stages:
+        with pytest.raises(BadConfig, match="use a smaller pp"):
+            balance(weights, stages)
+        return
+    found = balance(weights, stages)
+    assert [i for run in found for i in run] == list(range(len(weights)))
+    assert all(found)
+    cuts = combinations(range(1, len(weights)), stages - 1)
+    dearest = min(max(sum(weights[a:b]) for a, b in zip((0, *cut), (*cut, len(weights)), strict=True)) for cut in cuts)
+    assert max(sum(weights[i] for i in run) for run in found) == dearest
+
+
+def test_every_stage_has_one_place() -> None:
+    """Fails if a schedule leaves a stage out, or the V of zero-bubble is no V."""
+    for schedule, each in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)):
+        assert sorted(i for rank in places(3, schedule) for i in rank) == list(range(3 * each))
+    assert places(3, "zero-bubble") == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_a_chain_is_the_model() -> None:
+    """Fails if the parts, in order, aren't all of the model, or a block isn't as dear as its equal."""
+    model = _gpt()
+    names = chain(model)
+    assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    found = costs(model, names, torch.randint(0, 61, (1, 16)))
+    assert found[1] == found[2] == found[3] > found[5] > 0
+    assert model.training
+    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    assert chain(plain) == ["0", "1", "2"]
+    assert costs(plain, chain(plain), torch.ones(1, 3)) == [24, 0, 16]
+
+
+def test_a_chain_that_is_not_the_model_is_refused() -> None:
+    """Fails if a pipeline trains another function than the model is, or leaves parameters behind."""
+    inputs = torch.randint(0, 61, (1, 16))
+    for wrong, says in (
+        (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),
+        (("embed", "blocks", "norm", "norm", "head"), "gives something else than the model"),
+        (("norm", "embed", "blocks", "head"), "can't be run"),
+        (("embed", "layers"), "names layers, which the model hasn't"),
+    ):
+        model = _gpt()
+        model.pipeline_chain = wrong  # type: ignore[assignment]
+        nn.init.normal_(model.norm.weight)
+        with pytest.raises(BadConfig, match=says):
+            costs(model, chain(model), inputs)
+    with pytest.raises(BadConfig, match="doesn't say where a pipeline may cut"):
+        chain(nn.Linear(2, 2))
