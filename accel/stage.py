@@ -89,6 +89,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="simplify",
+        version=2,
         function="accel.converters.simplify:simplify",
         config="accel.converters.simplify:SimplifyConfig",
         takes=("onnx",),
@@ -98,6 +99,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="fuse_kernels",
+        version=2,
         function="accel.converters.fuse_kernels:fuse_kernels",
         config="accel.converters.fuse_kernels:FuseKernelsConfig",
         takes=("onnx",),
@@ -107,6 +109,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="cast",
+        version=2,
         function="accel.converters.cast:cast",
         config="accel.converters.cast:CastConfig",
         takes=("onnx",),
@@ -117,6 +120,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="quantize",
+        version=2,
         function="accel.converters.quantize:quantize",
         config="accel.converters.quantize:QuantizeConfig",
         takes=("onnx",),

@@ -24,6 +24,7 @@ COMMANDS = {
     "optimize": ("accel.cli.optimize", "Make the fastest correct form of a model for a target."),
     "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
+    "bisect": ("accel.cli.bisect", "Find the first node at which two ONNX models part."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
     "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check what is proven here."),
     "train": ("accel.cli.train", "Train a model on one process or many, to a checkpoint that exports."),
