@@ -129,6 +129,15 @@ STAGES: tuple[Stage, ...] = (
         packages=("onnx", "onnxruntime", "nncf"),
     ),
     Stage(
+        name="fit_tensorrt",
+        function="accel.converters.fit_tensorrt:fit_tensorrt",
+        config="accel.converters.fit_tensorrt:FitTensorRtConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx",),
+    ),
+    Stage(
         name="engine_from_onnx",
         function="accel.converters.engine_from_onnx:engine_from_onnx",
         config="accel.converters.engine_from_onnx:EngineFromOnnxConfig",
