@@ -162,12 +162,17 @@ class Signature:
 
     def sizes(self, **given: int) -> dict[str, int]:
         """A size for every dynamic dim: the one given, else the most usual one."""
+        self.known(given)
+        return {d: given.get(d, r.opt) for d, r in self.dims.items()}
+
+    def known(self, given: Mapping[str, int]) -> Mapping[str, int]:
+        """``given``, once each of them is known to be a size of a dim that there is; ``BadInputSpec`` otherwise."""
         for dim, size in given.items():
             if dim not in self.dims:
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are: {', '.join(self.dims) or 'none'}")
             if size < 1:
                 raise BadInputSpec(f"the dim {dim!r} can't be {size}; sizes start at 1")
-        return {d: given.get(d, r.opt) for d, r in self.dims.items()}
+        return given
 
     def cases(self) -> list[dict[str, int]]:
         """The shapes every gate runs on: batch 1, 2 and the largest; every other dim at min, opt and max."""

@@ -140,6 +140,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="cast",
+        version=2,
         function="accel.converters.cast:cast",
         config="accel.converters.cast:CastConfig",
         takes=("onnx",),
@@ -150,6 +151,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="quantize",
+        version=2,
         function="accel.converters.quantize:quantize",
         config="accel.converters.quantize:QuantizeConfig",
         takes=("onnx",),
@@ -159,9 +161,18 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="fuse_kernels",
-        version=2,
+        version=3,
         function="accel.converters.fuse_kernels:fuse_kernels",
         config="accel.converters.fuse_kernels:FuseKernelsConfig",
+        takes=("onnx",),
+        gives="onnx",
+        suffix=".onnx",
+        packages=("onnx",),
+    ),
+    Stage(
+        name="fit_tensorrt",
+        function="accel.converters.fit_tensorrt:fit_tensorrt",
+        config="accel.converters.fit_tensorrt:FitTensorRtConfig",
         takes=("onnx",),
         gives="onnx",
         suffix=".onnx",

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed
-from accel.sources.onnx_file import describe_model, one_line
+from accel.sources.onnx_file import describe_model, one_line, read_proto
 
 if TYPE_CHECKING:
     import onnx
 
 # A protobuf message ends at 2 GB; shape inference adds to it what it finds.
 SINGLE_FILE_BYTES = 1_800_000_000
+
+# Where torch's exporter notes the modules that a node comes from.
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
 # Smaller tensors stay in the model: shape inference reads some of them.
 _APART_BYTES = 1024
@@ -24,6 +27,8 @@ _APART_BYTES = 1024
 def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[str, Any]) -> Artifact:
     """Write ``model`` to ``out`` and hand back the artifact. ``StageFailed`` where it doesn't pass the checker."""
     signature, properties = describe_model(model)
+    if src.kind == "onnx":
+        keep_scopes(read_proto(src.path), model)
     companions = write_onnx(model, out)
     fault = check_file(out)
     if fault:
@@ -37,6 +42,23 @@ def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[
         notes=notes,
         companions=companions,
     )
+
+
+def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+    """Nodes of ``after`` that have lost it get back what the exporter noted about where in the torch model they come
+    from: by name, else by what they compute. Its stack traces stay behind: they name files of the exporting machine."""
+    known = [
+        (node, prop.value) for node in before.graph.node for prop in node.metadata_props if prop.key == NAME_SCOPES
+    ]
+    by_name = {(node.name, node.op_type): scopes for node, scopes in known if node.name}
+    by_output = {name: scopes for node, scopes in known for name in node.output if name}
+    for node in after.graph.node:
+        kept = [prop.value for prop in node.metadata_props if prop.key == NAME_SCOPES]
+        found = [*kept, *filter(None, [by_name.get((node.name, node.op_type))])]
+        found += [by_output[name] for name in node.output if name in by_output]
+        del node.metadata_props[:]
+        if found:
+            node.metadata_props.add(key=NAME_SCOPES, value=found[0])
 
 
 def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BYTES) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from accel.converters.build_progress import BuildProgress
 from accel.converters.engine_from_onnx import EngineNotBuilt
 from accel.converters.kernel_table import parse_layers, summary
 from accel.converters.onnx_for_tensorrt import check_onnx
+from accel.converters.preflight import known_operators
 from accel.errors import UnsupportedHere
 from accel.progress import report
 from accel.runtimes.tensorrt_toolkit import (
@@ -58,10 +59,10 @@ def build(
         trt = load_toolkit(toolkit)
         members = choose_capabilities(toolkit, offered_capabilities(trt), tuple(capabilities))
         report(f"{toolkit}: checking the model", 0.0)
-        check_onnx(model)
         log = Log()
         logger = make_logger(trt, log)
         builder = _builder(trt, toolkit, logger)
+        check_onnx(model, capabilities, known_operators(trt, builder, logger, model))
         network = _parse(trt, builder, logger, model)
         config = _config(trt, builder, members, workspace_bytes, builder_level)
         _refuse_shape_inputs(network)

@@ -254,9 +254,13 @@ def _calibration_samples(data: Path | None, src: Artifact) -> int:
 
 
 def _bench_feeds(src: Artifact, data: Path | None, sizes: Mapping[str, int] | None) -> dict[str, np.ndarray]:
-    if sizes or data is None:
+    if data is None:
         return src.signature.example_inputs(**(sizes or {}))
-    return next(iter(Dataset.load(data, src.signature).batches(1)))
+    dataset = Dataset.load(data, src.signature)
+    first = next(iter(dataset.batches(1)))
+    if not sizes:
+        return first
+    return dataset.shaped({**src.signature.check_feeds(first), **src.signature.known(sizes)})
 
 
 def _measure(

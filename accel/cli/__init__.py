@@ -24,6 +24,8 @@ COMMANDS = {
     "optimize": ("accel.cli.optimize", "Make the fastest correct form of a model for a target."),
     "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
+    "preflight": ("accel.cli.preflight", "List what an engine build will refuse of an ONNX model, and mend it."),
+    "bisect": ("accel.cli.bisect", "Find the first node at which two ONNX models part."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
     "serve": ("accel.cli.serve", "Serve a repository of models over gRPC and HTTP, as Triton does."),
     "infer": ("accel.cli.infer", "Ask a served model: arrays in, table or JSON out."),

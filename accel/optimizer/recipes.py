@@ -202,8 +202,11 @@ def _quantized(src: Artifact, target: Target, precision: str, request: Request) 
 def _typed(src: Artifact, target: Target, precision: str, request: Request) -> list[Step]:
     """For strongly typed runtimes, where the precision is what the file says: int8 sits on an fp16 base."""
     from accel.converters.cast import CastConfig
+    from accel.converters.fit_tensorrt import FitTensorRtConfig
 
     steps = _quantized(src, target, precision, request)
+    if src.properties.get("precision") == "int8":  # by another toolkit: only what TensorRT takes of it stays as it is
+        steps = [("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp16-in-int8"])]
     base = {"fp16": "fp16", "bf16": "bf16", "int8": "fp16"}.get(precision)
     if base is None or src.properties.get("precision") in ("fp16", "bf16", "int8"):
         return steps

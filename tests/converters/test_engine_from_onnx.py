@@ -355,9 +355,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an unknown operator": (lambda p: one_node(p, "NoSuchOperator"), r"culprit.*NoSuchOperator.*; rewrite it"),
     "an operator of another domain": (lambda p: one_node(p, "Own", "my.domain"), r"culprit.*Own.*; rewrite it"),
     # TensorRT takes this one without a word and reads 0..255 as -128..127.
-    "unsigned QDQ": (lambda p: quantized(p, "uint8", 0), r"no uint8.*culprit.*; quantize it symmetrically"),
-    "asymmetric unsigned QDQ": (lambda p: quantized(p, "uint8", 128), r"no uint8.*culprit.*; quantize it symmetr"),
-    "QDQ without a zero point": (lambda p: quantized(p, None, 0), r"no uint8.*culprit.*; quantize it symmetrically"),
+    "unsigned QDQ": (lambda p: quantized(p, "uint8", 0), r"culprit.*no uint8.*; quantize it symmetrically"),
+    "asymmetric unsigned QDQ": (lambda p: quantized(p, "uint8", 128), r"culprit.*no uint8.*; quantize it symmetr"),
+    "QDQ without a zero point": (lambda p: quantized(p, None, 0), r"culprit.*no uint8.*; quantize it symmetrically"),
     "asymmetric signed QDQ": (lambda p: quantized(p, "int8", 3), r"culprit.*zero point.*; quantize it symmetrically"),
     "a quantized bias": (int32_bias, r"culprit.*Int32.*; quantize it without quantizing biases"),
 }

@@ -1,0 +1,132 @@
+"""Where do two models part?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.errors import BadData, UnsupportedHere, UsageError
+from accel.sources import open_source
+from accel.verify.compare import Difference
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.sources.declare import Dims
+    from accel.verify.bisect import Divergence
+
+# The largest relative error (rel_l2) of a tensor inside the candidate that still counts as the same. Both sides run
+# node by node without fusions: float32 against float32 leaves next to nothing.
+LIMITS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int8": 2.5e-1}
+
+_BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class BisectReport:
+    """``divergence`` is None where the outputs agree within ``limit``. ``tensors``: how many were matched (of which
+    ``by_structure``), ``unmatched`` how many have no counterpart. ``harmless``: they differ, what is computed from them
+    doesn't. ``earlier``: tensors before the one found that differ as well; None unless scanned."""
+
+    divergence: Divergence | None
+    limit: float
+    outputs: dict[str, Difference]
+    runs: int
+    tensors: int
+    by_structure: int
+    unmatched: int
+    harmless: tuple[str, ...]
+    earlier: tuple[str, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "divergence": self.divergence.to_json() if self.divergence else None,
+            "limit": self.limit,
+            "outputs": {name: d.to_json() for name, d in self.outputs.items()},
+            "runs": self.runs,
+            "tensors": self.tensors,
+            "by_structure": self.by_structure,
+            "unmatched": self.unmatched,
+            "harmless": list(self.harmless),
+            "earlier": None if self.earlier is None else list(self.earlier),
+        }
+
+
+def bisect(
+    reference: str | Path | Artifact,
+    candidate: str | Path | Artifact,
+    *,
+    data: str | Path | None = None,
+    samples: int = 8,
+    limit: float | None = None,
+    scan: bool = False,
+    dims: Dims | None = None,
+) -> BisectReport:
+    """Find the first node at which ``candidate`` parts from ``reference``: two ONNX models with the same inputs and
+    outputs, after whatever stage (simplified, cast, quantized).
+
+    Both run on ``samples`` samples of ``data`` (without it on random inputs), with the rounding of their own dtypes
+    after every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ of a tensor that still counts
+    as the same; the default follows the candidate's precision, 0 asks for equal bits. O(log n) runs, with no more than
+    the tensors across one cut of the graph in memory; ``scan`` then also looks at every tensor before.
+
+    Raises ``UnsupportedHere`` for what is no ONNX, ``UsageError`` where inputs or outputs differ, ``BadData``.
+    """
+    from accel.sources.onnx_file import read_proto
+    from accel.verify.bisect import Bisection
+
+    first, second = _open(reference, dims), _open(candidate, None)
+    for role, ours, theirs in (
+        ("inputs", first.signature.inputs, second.signature.inputs),
+        ("outputs", first.signature.outputs, second.signature.outputs),
+    ):
+        if {s.name for s in ours} != {s.name for s in theirs}:
+            raise UsageError(
+                f"the {role} differ: {', '.join(s.name for s in ours)} and {', '.join(s.name for s in theirs)}; "
+                "give two forms of one model"
+            )
+    if limit is None:
+        limit = LIMITS[str(second.properties.get("precision", "fp32"))]
+    if not limit >= 0:
+        raise UsageError(f"a limit of {limit} makes no sense; give a relative error such as 0.001")
+    if samples < 1:
+        raise UsageError(f"{samples} samples are none; give at least 1")
+    feeds = _feeds(first, Path(data) if data else None, samples)
+    search = Bisection(
+        read_proto(first.path, weights=True), read_proto(second.path, weights=True), feeds, limit=limit
+    ).search(scan=scan)
+    return BisectReport(
+        divergence=search.found,
+        limit=limit,
+        outputs=dict(search.outputs),
+        runs=search.runs,
+        tensors=len(search.match.tensors),
+        by_structure=len(search.match.by_structure),
+        unmatched=len(search.match.unmatched),
+        harmless=search.harmless,
+        earlier=search.earlier,
+    )
+
+
+def _open(model: str | Path | Artifact, dims: Dims | None) -> Artifact:
+    artifact = open_source(model, dims=dims)
+    if artifact.kind != "onnx":
+        raise UnsupportedHere(
+            f"{artifact.path} is {artifact.kind}; bisect looks inside ONNX files: give the one it was made from"
+        )
+    return artifact
+
+
+def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str, np.ndarray]]:
+    from accel.verify.data import Dataset
+
+    if data is not None:
+        feeds = list(Dataset.load(data, artifact.signature).batches(_BATCH, samples))
+        if not feeds:
+            raise BadData(f"{data} holds less than one batch of the model's fixed size; raise --samples or add some")
+        return feeds
+    batch = artifact.signature.batch_dim
+    sizes = {batch: min(artifact.signature.dims[batch].max, samples, _BATCH)} if batch else {}
+    return [artifact.signature.example_inputs(**sizes)]

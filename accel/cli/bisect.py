@@ -1,0 +1,100 @@
+"""``accel bisect``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+from accel.cli.options import dim_option, read_dims
+
+if TYPE_CHECKING:
+    from accel.api.bisect import BisectReport
+    from accel.cli import Output
+    from accel.verify.bisect import Divergence, Node
+
+
+@click.command("bisect")
+@click.argument("reference")
+@click.argument("candidate")
+@click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=0),
+    help="Largest relative error of a tensor; by default what the precision allows. 0 asks for equal bits.",
+)
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples of the data to use.")
+@click.option("--scan", is_flag=True, help="Look at every tensor before the one found as well: more runs.")
+@dim_option
+@output_options
+def command(
+    reference: str,
+    candidate: str,
+    data: Path | None,
+    limit: float | None,
+    samples: int,
+    scan: bool,
+    dims: tuple[str, ...],
+    say: Output,
+) -> None:
+    """Find the first node at which CANDIDATE parts from REFERENCE: two ONNX files of one model.
+
+    Exit code 1 where they part, 0 where the outputs agree.
+    """
+    from accel.api.bisect import bisect
+
+    found = bisect(
+        reference, candidate, data=data, limit=limit, samples=samples, scan=scan, dims=read_dims(dims) or None
+    )
+    say.result(found.to_json(), lambda: _human(found))
+    if found.divergence is not None:
+        sys.exit(1)
+
+
+def _human(found: BisectReport) -> Any:
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.table import Table
+
+    looked = f"{found.tensors} tensors matched"
+    looked += f", {found.by_structure} of them by structure" if found.by_structure else ""
+    looked += f", {found.unmatched} without a counterpart" if found.unmatched else ""
+    looked += f"; {found.runs} runs, limit {found.limit:g}"
+    if found.divergence is None:
+        inside = f"\ndiffer without consequence: {', '.join(found.harmless)}" if found.harmless else ""
+        return escape(f"the outputs agree: {looked}{inside}")
+    d = found.divergence
+    lines = [f"first difference: {_node(d.node)}"]
+    if d.node.module:
+        lines.append(f"  module     {d.node.module}")
+    if (d.candidate_node.name, d.candidate_node.operator) != (d.node.name, d.node.operator):
+        lines.append(f"  candidate  {_node(d.candidate_node)}")
+    lines += _between(d)
+    table = Table(title_justify="left")
+    for column in ("tensor", "rel l2", "max abs", "cosine", ""):
+        table.add_column(column, justify="left" if column in ("tensor", "") else "right", overflow="fold")
+    for name, n in {d.tensor: d.numbers, **d.inputs}.items():
+        role = n.problem or ("differs" if name == d.tensor else "what it is computed from")
+        table.add_row(escape(name), f"{n.rel_l2:.3g}", f"{n.max_abs:.3g}", f"{n.cosine:.6f}", role)
+    parts: list[Any] = [escape("\n".join(lines)), table, looked]
+    if found.harmless:
+        parts.append(escape(f"differ without consequence: {', '.join(found.harmless)}"))
+    if found.earlier is None:
+        parts.append("on the way to the outputs; --scan looks at every tensor before it as well")
+    elif found.earlier:
+        parts.append(escape(f"differ before it: {', '.join(found.earlier)}"))
+    else:
+        parts.append("every tensor before it agrees")
+    return Group(*parts)
+
+
+def _node(node: Node) -> str:
+    return f"{node.name} ({node.operator})"
+
+
+def _between(d: Divergence) -> list[str]:
+    rows = (("between", d.between), ("in it", d.candidate_between))
+    return [f"  {label:<10} {', '.join(_node(n) for n in nodes[:12])}" for label, nodes in rows if nodes]

@@ -1,0 +1,69 @@
+"""``accel preflight``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+
+if TYPE_CHECKING:
+    from accel.api.preflight import PreflightReport
+    from accel.cli import Output
+
+
+@click.command("preflight")
+@click.argument("model")
+@click.option("--target", default="tensorrt-rtx", show_default=True, help="tensorrt-rtx or tensorrt.")
+@click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
+@click.option("--fix", is_flag=True, help="Rewrite what can be rewritten safely into -o, and check it.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="The ONNX file that --fix writes.")
+@click.option("--data", type=click.Path(path_type=Path), help="Samples that --fix is checked on as well.")
+@output_options
+def command(
+    model: str,
+    target: str,
+    compute_capabilities: tuple[str, ...],
+    fix: bool,
+    out: Path | None,
+    data: Path | None,
+    say: Output,
+) -> None:
+    """List each node of an ONNX MODEL that an engine build refuses, with its cause and its fix.
+
+    Nothing is built. Exit code 1 where something is refused (and --fix could not mend it).
+    """
+    from accel.api.preflight import preflight
+
+    found = preflight(model, target=target, compute_capabilities=compute_capabilities, fix=fix, out=out, data=data)
+    say.result(found.to_json(), lambda: _human(found, target))
+    if not found.passed:
+        sys.exit(1)
+
+
+def _human(found: PreflightReport, target: str) -> Any:
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.table import Table
+
+    parts: list[Any] = []
+    table = Table(title=f"{target} refuses {len(found.refusals)} nodes", title_justify="left")
+    for column in ("node", "operator", "cause", "fix"):
+        table.add_column(column, overflow="fold")
+    left = {row.node for row in found.left}
+    for row in found.refusals:
+        fix = "rewritten" if found.fixed and row.node not in left else row.fix
+        table.add_row(escape(row.node), row.operator, escape(row.cause), escape(fix))
+    parts.append(table if found.refusals else f"{target} refuses nothing that can be told before the build")
+    if not found.asked_parser:
+        parts.append(f"{target} isn't installed: its parser could not be asked about operators")
+    if found.fixed:
+        what = ", ".join(f"{n} {name}" for name, n in found.fixed.history[-1]["notes"].items() if n)
+        parts.append(
+            escape(f"{found.fixed.path}: rewritten {what or 'nothing'}; {len(found.left)} nodes still refused")
+        )
+        parts += [escape(f"  gate {p['stage']}: {p['summary']}") for p in found.fixed.proof()[-1:]]
+    return Group(*parts)

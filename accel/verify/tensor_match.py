@@ -1,0 +1,171 @@
+"""Which tensor of one ONNX graph is which tensor of another that was made from it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+# Nodes that give on what they get, in another dtype or another name: casting and quantizing put them everywhere.
+TRANSPARENT = frozenset({"Cast", "CastLike", "Identity", "QuantizeLinear", "DequantizeLinear"})
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The top-level nodes of a graph in topological order, and who makes each tensor."""
+
+    nodes: tuple[onnx.NodeProto, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, tuple[int, ...]] = field(repr=False)  # shape by name
+    producer: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto) -> Graph:
+        graph = model.graph
+        constants = {t.name: tuple(int(d) for d in t.dims) for t in graph.initializer}
+        nodes = tuple(graph.node)
+        producer = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+        for name, index in producer.items():
+            if nodes[index].op_type == "Constant":
+                value = next((a.t.dims for a in nodes[index].attribute if a.name == "value"), ())
+                constants[name] = tuple(int(d) for d in value)
+        inputs = tuple(v.name for v in graph.input if v.name not in constants)
+        return cls(nodes, inputs, tuple(v.name for v in graph.output), constants, producer)
+
+    def reads(self, node: onnx.NodeProto) -> list[str]:
+        """What a node reads, the tensors that its subgraphs take from outside among them."""
+        return [name for name in (*node.input, *_captured(node)) if name]
+
+    def root(self, name: str) -> str:
+        """The tensor whose value ``name`` has, but for rounding."""
+        while name in self.producer and self.nodes[self.producer[name]].op_type in TRANSPARENT:
+            name = self.nodes[self.producer[name]].input[0]
+        return name
+
+    def operator(self, name: str) -> str:
+        """What computes the tensor: an operator, ``constant`` or ``input``."""
+        name = self.root(name)
+        if name in self.constants:
+            return "constant"
+        return self.nodes[self.producer[name]].op_type if name in self.producer else "input"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """``tensors``: reference name to candidate name, in the reference's topological order. ``by_structure``: those
+    that have other names in the candidate. ``unmatched``: computed tensors of the reference without a counterpart."""
+
+    tensors: Mapping[str, str]
+    by_structure: frozenset[str]
+    unmatched: tuple[str, ...]
+
+
+def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str], frozenset[str]]) -> Match:
+    """Match by name where the same operator computes both, then by structure: the same operator with the same
+    attributes on matched inputs; last by the name alone, which is what a fusion keeps. ``known``: the tensors of each
+    side that can be asked for."""
+    here = [n for n in _computed(reference) if n in known[0]]
+    there = [n for n in _computed(candidate) if n in known[1]]
+    there_set = set(there)
+    sure = {n for n in here if n in there_set and reference.operator(n) == candidate.operator(n)}
+    sure |= set(reference.outputs) & set(candidate.outputs)
+    anchors = sure | (set(reference.inputs) & set(candidate.inputs))
+    found = {n: n for n in here if n in sure}
+    ours, theirs = _signatures(reference, anchors), _signatures(candidate, anchors)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in there:
+        if name not in sure and not _transparent(candidate, name):
+            groups[theirs[name]].append(name)
+    wanted: dict[str, list[str]] = defaultdict(list)
+    for name in here:
+        if name not in sure and not _transparent(reference, name):
+            wanted[ours[name]].append(name)
+    by_structure: set[str] = set()
+    taken = set(found.values())
+    for signature, names in wanted.items():
+        others = groups.get(signature, [])
+        if len(others) == len(names):  # as many on both sides: in order
+            found |= dict(zip(names, others, strict=True))
+            by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
+            taken |= set(others)
+    for name in here:
+        if name not in found and name in there_set and name not in taken:
+            found[name] = name
+    ordered = {name: found[name] for name in here if name in found}
+    rest = tuple(n for n in here if n not in found and not _transparent(reference, n))
+    return Match(tensors=ordered, by_structure=frozenset(by_structure), unmatched=rest)
+
+
+def module_path(node: onnx.NodeProto) -> str:
+    """The torch module that a node comes from, as the exporter recorded it (``encoder.layer.0.attention``); empty
+    where it didn't. The older exporter writes it into the node's name: ``/encoder/layer.0/MatMul``."""
+    text = next((p.value for p in node.metadata_props if p.key == SCOPES), "")
+    if text:
+        try:
+            scopes = [str(s) for s in ast.literal_eval(text)]
+        except (ValueError, SyntaxError):
+            scopes = []
+        scopes = [s for s in scopes[:-1] if s]  # the last one is the operator itself
+        path = scopes[-1] if scopes else ""
+        # accel exports models inside a wrapper whose only child is called `module`.
+        return path.removeprefix("module").removeprefix(".") if scopes and scopes[0] == "module" else path
+    if node.name.startswith("/"):
+        return ".".join(node.name.strip("/").split("/")[:-1]).removeprefix("module").removeprefix(".")
+    return ""
+
+
+def _computed(graph: Graph) -> list[str]:
+    return [name for node in graph.nodes for name in node.output if name and node.op_type != "Constant"]
+
+
+def _transparent(graph: Graph, name: str) -> bool:
+    return graph.nodes[graph.producer[name]].op_type in TRANSPARENT
+
+
+def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
+    """A digest a tensor of how it is computed from anchors; constants count by their shape, so that a changed value is
+    no other tensor."""
+    found: dict[str, str] = {name: f"input {name}" for name in graph.inputs}
+    found |= {name: f"constant {list(shape)}" for name, shape in graph.constants.items()}
+    for node in graph.nodes:
+        inputs = [found.get(name, name) for name in graph.reads(node)]
+        for index, name in enumerate(node.output):
+            if name in graph.constants or not name:
+                continue
+            if name in anchors:
+                found[name] = f"tensor {name}"
+            elif node.op_type in TRANSPARENT:
+                found[name] = inputs[0]
+            else:
+                found[name] = _digest([node.domain, node.op_type, str(index), *_attributes(node), *inputs])
+    return found
+
+
+def _attributes(node: onnx.NodeProto) -> list[str]:
+    """Integers only: they say what a node is (axes, strides); a float such as an epsilon may be what went wrong."""
+    return sorted(f"{a.name}={a.i or list(a.ints) or a.s!r}" for a in node.attribute if a.type in (2, 3, 7))
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _captured(node: onnx.NodeProto) -> list[str]:
+    found: list[str] = []
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs) if attribute.type in (5, 10) else ():
+            own = {t.name for t in graph.initializer} | {v.name for v in graph.input}
+            own |= {name for inner in graph.node for name in inner.output}
+            reads = [n for inner in graph.node for n in (*inner.input, *_captured(inner))]
+            reads += [value.name for value in graph.output]
+            found += [n for n in reads if n and n not in own]
+    return found

@@ -1,0 +1,187 @@
+"""How long does it take from BERT-base in PyTorch to the file that is run, and how much memory: accel beside others?
+
+    python benchmarks/toolchain_time.py            # every row that isn't there yet
+    python benchmarks/toolchain_time.py accel --again
+
+Rows: accel's export and optimize, the same again (everything from the cache), optimum (export, then its ONNX Runtime
+quantizer) and Olive (optimize to int8). The others are installed into a virtual environment each, below
+``--environments``; one that can't be installed has a row that says why. Seconds are those of the commands, with their
+imports; memory is the largest sum over a command's processes. For a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+ROWS = ("accel", "optimum", "olive")
+PACKAGES = {
+    "optimum": ["optimum-onnx[onnxruntime]", "torch==2.13.0", "transformers"],
+    "olive": ["olive-ai[cpu]", "torch==2.13.0", "transformers"],
+}
+LIMIT_SECONDS = 3600
+
+
+def main() -> None:
+    """Measure the rows asked for, or all that aren't there yet."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("rows", nargs="*", help=", ".join(ROWS))
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--model", default="bert-base", help="for a quick try: small-cnn (accel only)")
+    parser.add_argument("--environments", type=Path, default=Path(tempfile.gettempdir()) / "accel-toolchain-time")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    for name in asked.rows:
+        if name not in ROWS:
+            parser.error(f"no row {name}; the rows are {', '.join(ROWS)}")
+    asked.results.mkdir(parents=True, exist_ok=True)
+    path = asked.results / "toolchain_time.json"
+    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
+    for name in asked.rows or ROWS:
+        if name in body["rows"] and not asked.again:
+            print(f"{name}: there already, --again measures it again", flush=True)
+            continue
+        body["rows"][name] = accel_row(asked.model) if name == "accel" else other_row(name, asked.environments)
+        from accel.bench.environment import environment
+
+        body["environment"] = environment(threads=os.cpu_count() or 1)
+        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        (asked.results / "toolchain_time.md").write_text(markdown(body), encoding="utf-8")
+        print(f"{name}: done", flush=True)
+    print(markdown(body))
+
+
+def accel_row(model: str) -> dict[str, Any]:
+    """Export and optimize with an empty cache, then both again."""
+    from cpu_models import MODELS
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        np.savez(folder / "data.npz", **MODELS[model].data(64))  # type: ignore[arg-type]
+        accel = [sys.executable, "-m", "accel"]
+        commands = [
+            [*accel, "export", MODELS[model].source, "-o", "model.onnx", "-q"],
+            [*accel, "optimize", "model.onnx", "--data", "data.npz", "-o", "out", "-q"],
+        ]
+        env = {**os.environ, "ACCEL_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        first = [timed(words, folder, env) for words in commands]
+        second = [timed(words, folder, env) for words in commands] if not any(s.get("error") for s in first) else []
+    return {"title": f"accel ({model})", "steps": first, "second": second}
+
+
+def other_row(name: str, environments: Path) -> dict[str, Any]:
+    """Another toolchain in its own virtual environment, on the same model from a transformers folder."""
+    title = f"{name} (bert-base)"
+    place = environments / name
+    python = place / "bin" / "python"
+    if not (place / "ready").is_file():
+        for words in (
+            [sys.executable, "-m", "venv", "--clear", str(place)],
+            [str(python), "-m", "pip", "install", "--quiet", *PACKAGES[name]],
+        ):
+            ran = subprocess.run(words, capture_output=True, text=True)
+            if ran.returncode:
+                last = " ".join((ran.stderr or ran.stdout).strip().splitlines()[-1:])[:300]
+                return {"title": title, "error": f"can't be installed: {last}"}
+        (place / "ready").touch()
+    scripts = place / "bin"
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        save = (
+            "from transformers import BertConfig, BertModel; import torch; torch.manual_seed(0);"
+            "BertModel(BertConfig()).save_pretrained('bert')"
+        )
+        subprocess.run([sys.executable, "-c", save], check=True, cwd=folder, capture_output=True)
+        task = ["--task", "feature-extraction"]
+        where = ["--device", "cpu", "--provider", "CPUExecutionProvider"]
+        optimum, olive = str(scripts / "optimum-cli"), str(scripts / "olive")
+        commands = {
+            "optimum": [
+                [optimum, "export", "onnx", "--model", "bert", *task, "onnx"],
+                [optimum, "onnxruntime", "quantize", "--avx512_vnni", "--onnx_model", "onnx", "-o", "int8"],
+            ],
+            "olive": [
+                [olive, "optimize", "--model_name_or_path", "bert", *task, *where, "--precision", "int8", "-o", "int8"],
+            ],
+        }[name]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+        steps = []
+        for words in commands:
+            steps.append(timed(words, folder, env))
+            if steps[-1].get("error"):
+                break
+    return {"title": title, "steps": steps}
+
+
+def timed(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
+    """Run a command: its seconds, the largest memory of its process tree in MiB, and its last words if it failed."""
+    started, peak = time.monotonic(), 0.0
+    with tempfile.TemporaryFile("w+") as said:
+        child = subprocess.Popen(words, cwd=folder, env=dict(env), stdout=said, stderr=subprocess.STDOUT)
+        while child.poll() is None:
+            peak = max(peak, tree_mib(child.pid))
+            if time.monotonic() - started > LIMIT_SECONDS:
+                child.kill()
+            time.sleep(0.1)
+        said.seek(0)
+        text = said.read().strip()
+    named = [Path(words[0]).name, *words[1:]] if words[0] != sys.executable else ["python", *words[1:]]
+    shown = " ".join(Path(w).name if w.startswith("/") else w for w in named)
+    found = {"command": shown, "seconds": round(time.monotonic() - started, 1), "peak_mib": round(peak)}
+    if child.returncode:
+        found["error"] = " ".join(text.splitlines()[-1:])[-300:] or f"exit code {child.returncode}"
+    return found
+
+
+def tree_mib(pid: int) -> float:
+    """Resident memory of a process and everything below it, now."""
+    total, queue = 0.0, [pid]
+    while queue:
+        here = queue.pop()
+        try:
+            status = Path(f"/proc/{here}/status").read_text(encoding="utf-8")
+            children = Path(f"/proc/{here}/task/{here}/children").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        total += next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS")), 0.0)
+        queue += [int(word) for word in children.split()]
+    return total
+
+
+def markdown(body: dict[str, Any]) -> str:
+    """The results page."""
+    machine = body["environment"]
+    lines = [
+        "# From a model to the file that is run: seconds and memory",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}.",
+        "Made by `python benchmarks/toolchain_time.py`. accel tries and measures every candidate in that time; the",
+        "others make one file and measure nothing.",
+        "",
+        "| toolchain | command | seconds | peak MiB |",
+        "|---|---|---|---|",
+    ]
+    for row in body["rows"].values():
+        if "error" in row:
+            lines.append(f"| {row['title']} | - | - | {row['error']} |")
+        for label, steps in (("", row.get("steps", ())), (", second run", row.get("second", ()))):
+            for step in steps:
+                memory = step.get("error") or step["peak_mib"]
+                lines.append(f"| {row['title']}{label} | `{step['command']}` | {step['seconds']} | {memory} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""QDQ as TensorRT takes it: symmetric int8, no quantized biases. What other toolkits wrote is rewritten, and gated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from accel.artifact import Artifact
+from accel.converters.onnx_write import onnx_artifact
+from accel.converters.preflight import constant_tensors, quantized_type
+from accel.errors import StageFailed
+from accel.sources.onnx_file import read_proto
+from accel.stage import StageConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_STEPS = 127  # of symmetric int8: -127 to 127, as TensorRT quantizes
+
+
+class NotFitted(StageFailed):
+    """The graph could not be rewritten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitTensorRtConfig(StageConfig):
+    """Nothing to choose."""
+
+
+@dataclass
+class _Scale:
+    """What a scale and zero point become: int8 with zero point 0 over the larger half of the old range."""
+
+    scale: np.ndarray
+    zero: np.ndarray
+    low: int
+    high: int
+
+    def symmetric(self) -> np.ndarray:
+        if self.low < 0 and not self.zero.any():
+            return self.scale
+        offset = self.zero.astype(np.float64)
+        if self.low == 0 and (offset == 128).all():  # the same steps, only counted from elsewhere
+            return self.scale
+        largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
+        return np.asarray(largest / _STEPS, self.scale.dtype)
+
+
+def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
+    """Rewrite the quantization of ``src`` (kind ``onnx``) into what TensorRT takes; everything else stays.
+
+    An int32 bias becomes the floats it stands for, exactly. Unsigned and asymmetric int8 becomes symmetric: exactly
+    where the zero point was 128 of uint8, else over the same range with a coarser step, which is what the gate is for.
+    ``notes``: ``biases``, ``weights``, ``activations``: how many of each. Raises ``NotFitted``.
+    """
+    model = read_proto(src.path, weights=True)
+    graph = model.graph
+    types = {name: int(t.data_type) for name, t in constant_tensors(graph).items()}
+    fit = _Fit(graph, types)
+    for node in list(graph.node):
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear") and node.domain in ("", "ai.onnx"):
+            fit.rewrite(node)
+    fit.finish()
+    try:
+        return onnx_artifact(src, model, out, dict(fit.counts))
+    except StageFailed as error:
+        raise NotFitted(str(error)) from error
+
+
+class _Fit:
+    def __init__(self, graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
+        self.graph = graph
+        self.types = dict(types)
+        self.constants = constant_tensors(graph)
+        self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
+        self.gone: set[str] = set()  # nodes that go, by output
+        self.before: dict[str, onnx.NodeProto] = {}  # nodes to put in front of others, by their output
+        for node in graph.node:  # a DequantizeLinear without zero point reads what its QuantizeLinear gave
+            if node.op_type == "QuantizeLinear":
+                self.types[node.output[0]] = quantized_type(node, self.types)
+
+    def rewrite(self, node: onnx.NodeProto) -> None:
+        kind = quantized_type(node, self.types)
+        weight = self.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if kind == TensorProto.INT32 and weight is not None:
+            self._fold(node, weight)
+        elif kind in (TensorProto.UINT8, TensorProto.INT8) and self._wrong(node, kind):
+            parameters = self._parameters(node, kind)
+            if parameters is None:
+                return
+            if weight is not None:
+                self._weights(node, weight, parameters)
+            else:
+                self._activation(node, parameters)
+
+    def _wrong(self, node: onnx.NodeProto, kind: int) -> bool:
+        if kind == TensorProto.UINT8:
+            return True
+        zero = self.constants.get(node.input[2]) if len(node.input) > 2 else None
+        return zero is not None and bool(numpy_helper.to_array(zero).any())
+
+    def _parameters(self, node: onnx.NodeProto, kind: int) -> _Scale | None:
+        """None where scale or zero point is computed, as dynamic quantization does."""
+        scale = self.constants.get(node.input[1])
+        has_zero = len(node.input) > 2 and bool(node.input[2])
+        zero = self.constants.get(node.input[2]) if has_zero else None
+        if scale is None or (has_zero and zero is None):
+            return None
+        value = numpy_helper.to_array(scale)
+        offset = numpy_helper.to_array(zero) if zero is not None else np.zeros(value.shape, np.uint8)
+        low, high = (0, 255) if kind == TensorProto.UINT8 else (-128, 127)
+        return _Scale(value, offset, low, high)
+
+    def _fold(self, node: onnx.NodeProto, weight: onnx.TensorProto) -> None:
+        scale = self.constants.get(node.input[1])
+        if scale is None:
+            return
+        values, steps = numpy_helper.to_array(weight), numpy_helper.to_array(scale)
+        value = values.astype(steps.dtype) * _along(steps, values.ndim, _axis(node))
+        self._constant(node.output[0], np.asarray(value, steps.dtype))
+        self.gone.add(node.output[0])
+        self.counts["biases"] += 1
+
+    def _weights(self, node: onnx.NodeProto, weight: onnx.TensorProto, old: _Scale) -> None:
+        values, axis = numpy_helper.to_array(weight).astype(np.float64), _axis(node)
+        new = old.symmetric()
+        real = (values - _along(old.zero.astype(np.float64), values.ndim, axis)) * _along(old.scale, values.ndim, axis)
+        steps = np.rint(real / _along(np.where(new == 0, 1, new), values.ndim, axis))
+        name = f"{node.output[0]}/int8"
+        self._constant(name, np.clip(steps, -128, 127).astype(np.int8))
+        node.input[0] = name
+        self._rescale(node, new)
+        self.counts["weights"] += 1
+
+    def _activation(self, node: onnx.NodeProto, old: _Scale) -> None:
+        if node.op_type == "QuantizeLinear" and old.low == 0 and not old.zero.any():
+            self._clamp(node)
+        self._rescale(node, old.symmetric())
+        kept = [a for a in node.attribute if a.name != "output_dtype"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        self.counts["activations"] += node.op_type == "QuantizeLinear"
+
+    def _clamp(self, node: onnx.NodeProto) -> None:
+        """Unsigned with zero point 0 cuts off what is negative, and quantizers leave out a Relu before it for that."""
+        name = f"{node.input[0]}/above_zero/{node.output[0]}"
+        self.before[node.output[0]] = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
+        node.input[0] = name
+
+    def _rescale(self, node: onnx.NodeProto, scale: np.ndarray) -> None:
+        names = (f"{node.output[0]}/scale", f"{node.output[0]}/zero")
+        self._constant(names[0], scale)
+        self._constant(names[1], np.zeros(scale.shape, np.int8))
+        del node.input[1:]
+        node.input.extend(names)
+
+    def _constant(self, name: str, value: np.ndarray) -> None:
+        self.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
+
+    def finish(self) -> None:
+        """Take out what was folded, and constants that nobody reads any more."""
+        kept = []
+        for node in self.graph.node:
+            name = next(iter(node.output), "")
+            kept += [self.before[name]] if name in self.before else []
+            kept += [] if name in self.gone else [node]
+        used = {name for node in kept for name in _reads(node)} | {value.name for value in self.graph.output}
+        kept = [n for n in kept if n.op_type != "Constant" or n.output[0] in used]
+        tensors = [tensor for tensor in self.graph.initializer if tensor.name in used]
+        stale = {name for node in self.graph.node for name in node.output if node.op_type == "QuantizeLinear"}
+        shapes = [value for value in self.graph.value_info if value.name not in stale]
+        for old, new in ((self.graph.node, kept), (self.graph.initializer, tensors), (self.graph.value_info, shapes)):
+            values = list(new)
+            del old[:]
+            old.extend(values)
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            for inner in graph.node:
+                yield from _reads(inner)
+            yield from (value.name for value in graph.output)
+
+
+def _axis(node: onnx.NodeProto) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == "axis"), 1)
+
+
+def _along(values: np.ndarray, rank: int, axis: int) -> np.ndarray:
+    """One value a channel, shaped to meet an array of ``rank`` along ``axis``; a scalar as it is."""
+    if values.ndim != 1 or rank == 0:
+        return values
+    shape = [1] * rank
+    shape[axis] = values.size
+    return values.reshape(shape)

@@ -1,0 +1,215 @@
+"""What TensorRT will refuse of an ONNX graph, every node of it with its cause and its fix, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.sources.onnx_file import one_line, read_proto
+
+if TYPE_CHECKING:
+    import onnx
+
+SYMMETRIC = "quantize it symmetrically to int8 (accel optimize and accel preflight --fix do)"
+NO_BIAS = "quantize it without quantizing biases (accel optimize and accel preflight --fix do)"
+STANDARD = "rewrite it with standard ONNX operators or export with another opset"
+
+# The first compute capability that has the type.
+FIRST_WITH = {"bfloat16": (8, 0), "float8": (8, 9)}
+
+# The parser walks the graph by recursion; what the largest stack it is given (1 GiB) has room for.
+LONGEST_CHAIN = 400_000
+
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """``node``: its name, or its first output. ``safe``: ``fit_tensorrt`` rewrites it."""
+
+    node: str
+    operator: str
+    cause: str
+    fix: str
+    safe: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def preflight(
+    path: Path, capabilities: Sequence[str] = (), supported: Mapping[str, bool] | None = None
+) -> list[Refusal]:
+    """Every node of ``path`` that TensorRT refuses or silently reads as something else. ``capabilities``: the GPUs to
+    build for. ``supported``: what the toolkit's parser says about each operator, where it could be asked.
+
+    Raises ``InvalidModel`` for what is no ONNX file.
+    """
+    from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
+
+    model = inlined(read_proto(path))
+    graph = model.graph
+    try:
+        types = elem_types(tensor_types(model).graph)
+    except Exception:  # shape inference refuses what the checker will name better
+        types = elem_types(graph)
+    found = [*_quantization(graph, types), *_types(graph, types, capabilities), *_operators(graph, supported or {})]
+    if (depth := _depth(graph)) > LONGEST_CHAIN:
+        last = graph.node[-1]
+        found.append(_refusal(last, f"it ends a chain of {depth} nodes, too long for the parser's stack", "split it"))
+    return found
+
+
+def refused(found: Sequence[Refusal], model: str) -> str:
+    """All of it in one sentence: nodes of one cause together."""
+    groups: dict[tuple[str, str], list[Refusal]] = {}
+    for row in found:
+        groups.setdefault((row.cause, row.fix), []).append(row)
+    parts = []
+    for (cause, fix), rows in groups.items():
+        names = ", ".join(f"{row.node!r} ({row.operator})" for row in rows[:4])
+        more = f" and {len(rows) - 4} more" if len(rows) > 4 else ""
+        parts.append(f"{'nodes' if len(rows) > 1 else 'node'} {names}{more}: {cause}; {fix}")
+    return f"TensorRT refuses of {model} " + "; ".join(parts)
+
+
+def ask_parser(path: Path, toolkit: str) -> dict[str, bool]:
+    """Which operators of the model the toolkit's parser knows. Native code: for a child process."""
+    from accel.runtimes.tensorrt_toolkit import Log, load_toolkit, make_logger
+
+    trt = load_toolkit(toolkit)
+    logger = make_logger(trt, Log())
+    return known_operators(trt, trt.Builder(logger), logger, path)
+
+
+def known_operators(trt: Any, builder: Any, logger: Any, path: Path) -> dict[str, bool]:
+    """As ``ask_parser``, with the toolkit's builder at hand. True doesn't promise that a node of it is taken."""
+    from accel.runtimes.onnx_rounded import inlined
+
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    parser = trt.OnnxParser(builder.create_network(0 if flag is None else 1 << int(flag)), logger)
+    names = {node.op_type for node in _all_nodes(inlined(read_proto(path)).graph)}
+    return {name: bool(parser.supports_operator(name)) for name in sorted(names)}
+
+
+def _refusal(node: onnx.NodeProto, cause: str, fix: str, *, safe: bool = False) -> Refusal:
+    name = node.name or next(iter(node.output), "")
+    return Refusal(node=name, operator=node.op_type, cause=cause, fix=fix, safe=safe)
+
+
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _all_nodes(inner)
+
+
+def _quantization(graph: onnx.GraphProto, types: Mapping[str, int]) -> Iterator[Refusal]:
+    from onnx import TensorProto
+
+    constants = constant_tensors(graph)
+    for node in graph.node:
+        if node.op_type not in _QDQ or node.domain not in ("", "ai.onnx"):
+            continue
+        kind = quantized_type(node, types)
+        if kind == TensorProto.INT32 and node.op_type == "DequantizeLinear":
+            safe = node.input[0] in constants
+            yield _refusal(node, "it dequantizes from Int32 (a bias), which TensorRT doesn't", NO_BIAS, safe=safe)
+        elif kind in (TensorProto.UINT8, TensorProto.UINT16):
+            # Taken without a word, and 0..255 read as -128..127.
+            yield _refusal(node, "TensorRT has no uint8 quantization", SYMMETRIC, safe=kind == TensorProto.UINT8)
+        elif len(node.input) > 2 and _nonzero(constants.get(node.input[2])):
+            yield _refusal(node, "its zero point isn't zero", SYMMETRIC, safe=True)
+
+
+def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
+    """The dtype that a QuantizeLinear or DequantizeLinear gives or takes; 0 where it isn't known."""
+    from onnx import TensorProto
+
+    if len(node.input) > 2 and node.input[2]:
+        return types.get(node.input[2], 0)
+    if node.op_type == "QuantizeLinear":
+        # The standard: no zero point means uint8, unless the node says otherwise (opset 21 and later).
+        return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), int(TensorProto.UINT8))
+    return types.get(node.input[0], 0)
+
+
+def constant_tensors(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Initializers and Constant nodes by name."""
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            name = node.output[0]
+            found |= {name: a.t for a in node.attribute if a.name == "value"}  # noqa: B035 - one at most
+    return found
+
+
+def _nonzero(tensor: onnx.TensorProto | None) -> bool:
+    from onnx import TensorProto, numpy_helper
+
+    if tensor is None or tensor.data_type not in (TensorProto.INT8, TensorProto.INT16):
+        return False
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return False
+    return bool(numpy_helper.to_array(tensor).any())
+
+
+def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Sequence[str]) -> Iterator[Refusal]:
+    from onnx import TensorProto
+
+    names: dict[int, str] = {
+        TensorProto.BFLOAT16: "bfloat16",
+        TensorProto.FLOAT8E4M3FN: "float8",
+        TensorProto.FLOAT8E5M2: "float8",
+    }
+    fixes = {
+        "bfloat16": "cast the model to fp16 or build for 8.0 and later",
+        "float8": "use int8 or build for 8.9 and later",
+    }
+    lacking: dict[str, str] = {}
+    for text in capabilities:
+        have = tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else (99, 0)
+        lacking |= {kind: text for kind, first in FIRST_WITH.items() if have < first}
+    for node in _all_nodes(graph):
+        kinds = {names.get(types.get(name, 0)) for name in (*node.input, *node.output)}
+        for kind in sorted(k for k in kinds if k in lacking):
+            yield _refusal(node, f"compute capability {lacking[kind]} has no {kind}", fixes[kind])
+            break
+
+
+def _operators(graph: onnx.GraphProto, supported: Mapping[str, bool]) -> Iterator[Refusal]:
+    for node in _all_nodes(graph):
+        if supported.get(node.op_type) is False:
+            where = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+            yield _refusal(node, f"TensorRT's parser has no {where}", STANDARD)
+
+
+def _depth(graph: onnx.GraphProto) -> int:
+    """Nodes on the longest path."""
+    if len(graph.node) <= LONGEST_CHAIN:
+        return len(graph.node)
+    depth: dict[str, int] = {}
+    for node in graph.node:
+        here = 1 + max((depth.get(name, 0) for name in node.input), default=0)
+        depth |= dict.fromkeys(node.output, here)
+    return max(depth.values(), default=0)
+
+
+def parser_says(path: Path, toolkit: str) -> dict[str, bool]:
+    """``ask_parser`` in a child process; empty where the toolkit isn't here or can't be asked."""
+    from accel.child import run_in_child
+    from accel.errors import AccelError
+    from accel.progress import report
+    from accel.runtimes.tensorrt_toolkit import toolkit_runtime
+
+    if not toolkit_runtime(toolkit).installed:
+        return {}
+    try:
+        found: dict[str, bool] = run_in_child("accel.converters.preflight:ask_parser", path=path, toolkit=toolkit)
+    except (AccelError, TypeError, RuntimeError) as error:
+        report(f"{toolkit} can't be asked about operators: {one_line(error)}")
+        return {}
+    return found

@@ -1,0 +1,174 @@
+"""accel preflight: every node that an engine build refuses, with cause and fix; what is safe to mend is mended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from onnx_builder import FLOAT, artifact, node, run
+
+from accel.api.preflight import preflight
+from accel.artifact import Artifact
+from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBuilt, engine_from_onnx
+from accel.converters.preflight import preflight as look
+from accel.converters.quantize import QuantizeConfig
+from accel.errors import GateFailed, UnknownName
+from accel.sources.onnx_file import open_onnx
+from accel.stage import run_stage
+
+RNG = np.random.default_rng(0)
+
+
+def foreign(path: Path, zero: int = 128) -> Artifact:
+    """What another toolkit makes: uint8 activations, uint8 weights, a quantized bias."""
+    weight = RNG.integers(0, 256, (8, 8)).astype(np.uint8)
+    return artifact(
+        path,
+        [
+            node("QuantizeLinear", "x xs xz", "xq"),
+            node("DequantizeLinear", "xq xs xz", "xd"),
+            node("DequantizeLinear", "w ws wz", "wd"),
+            node("DequantizeLinear", "b bs", "bd"),
+            node("MatMul", "xd wd", "p"),
+            node("Add", "p bd", "s"),
+            node("Relu", "s", "y"),
+        ],
+        {"x": (FLOAT, ["batch", 8])},
+        {"y": (FLOAT, ["batch", 8])},
+        {
+            "xs": np.float32(0.02),
+            "xz": np.uint8(zero),
+            "w": weight,
+            "ws": np.float32(0.002),
+            "wz": np.uint8(zero),
+            "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
+            "bs": np.float32(0.02 * 0.002),  # what runtimes take for granted
+        },
+    )
+
+
+def test_every_refused_node_is_listed(cli: Any, tmp_path: Path) -> None:
+    """Fails if one of the four nodes is missed, or named without cause, fix, or whether it can be mended."""
+    src = foreign(tmp_path / "m.onnx")
+    ran = cli("preflight", src.path, "--json")
+    assert ran.code == 1, ran.stderr
+    body = json.loads(ran.stdout)
+    assert {r["node"]: r["safe"] for r in body["refusals"]} == {"n_xq": True, "n_xd": True, "n_wd": True, "n_bd": True}
+    assert all(r["cause"] and r["fix"] for r in body["refusals"])
+    assert body["asked_parser"] is True
+    shown = cli("preflight", src.path)
+    assert shown.code == 1
+    assert "n_bd" in shown.stdout
+
+
+def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
+    """Fails if the build stops at the first refused node and leaves the others to be found one by one."""
+    src = foreign(tmp_path / "m.onnx")
+    with pytest.raises(EngineNotBuilt) as caught:
+        engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
+    assert all(name in str(caught.value) for name in ("n_xq", "n_xd", "n_wd", "n_bd"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("zero", [128, 113, 0])
+def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, zero: int) -> None:
+    """Fails if the rewritten model is refused, can't be built, or computes something else: with zero point 128 to the
+    last bit, with another one within a step of the coarser scale."""
+    src = foreign(tmp_path / "m.onnx", zero)
+    ran = cli("preflight", src.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
+    assert ran.code == 0, ran.stderr
+    fixed = open_onnx(tmp_path / "fixed.onnx")
+    assert fixed.history[-1]["name"] == "fit_tensorrt"
+    assert fixed.history[-1]["gates"]
+    assert fixed.history[-1]["notes"] == {"biases": 1, "weights": 1, "activations": 1}
+    x = RNG.standard_normal((32, 8)).astype(np.float32)
+    before, after = run(src, x=x)["y"], run(fixed, x=x)["y"]
+    if zero == 128:
+        assert np.array_equal(before, after)
+    else:
+        assert np.linalg.norm(after - before) < 0.1 * np.linalg.norm(before)
+    made = engine_from_onnx(fixed, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
+    assert made.properties["precision"] == "int8"
+
+
+def test_a_model_quantized_for_the_cpu(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if ONNX Runtime's own QDQ of a real net isn't listed, or isn't mended to something that builds."""
+    made = run_stage("quantize", digits, QuantizeConfig(form="ort-cpu", data=digits_data[0]))
+    found = preflight(made, fix=True, out=tmp_path / "fixed.onnx", data=digits_data[0])
+    assert any("uint8" in r.cause for r in found.refusals)
+    assert found.passed
+    assert found.fixed is not None
+    engine_from_onnx(found.fixed, EngineFromOnnxConfig(), tmp_path / "m.engine")
+
+
+def test_optimize_mends_it_too(tmp_path: Path) -> None:
+    """Fails if a model that another toolkit quantized can only be built by hand."""
+    import accel
+
+    src = foreign(tmp_path / "m.onnx")
+    result = accel.optimize(src.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
+    assert result.chosen == "tensorrt-rtx int8"
+    assert [r["name"] for r in result.artifact.history][-2:] == ["fit_tensorrt", "engine_from_onnx"]
+
+
+def test_a_fix_that_changes_the_model_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """Fails if the rewritten model isn't gated: here its scales come out ten times too large."""
+    from accel.converters import fit_tensorrt
+
+    right = fit_tensorrt._Scale.symmetric
+    monkeypatch.setattr(fit_tensorrt._Scale, "symmetric", lambda self: right(self) * np.float32(10))
+    with pytest.raises(GateFailed):
+        preflight(foreign(tmp_path / "m.onnx", 100), fix=True, out=tmp_path / "fixed.onnx")
+    assert not (tmp_path / "fixed.onnx").exists()
+
+
+def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
+    """Fails if bfloat16 for 7.5 or float8 for 8.6 passes, or if it is refused where the GPU has it."""
+    low = artifact(
+        tmp_path / "b.onnx",
+        [node("Relu", "x", "y")],
+        {"x": (TensorProto.BFLOAT16, [4])},
+        {"y": (TensorProto.BFLOAT16, [4])},
+    )
+    assert [r.cause for r in look(low.path, ["8.6", "7.5"])] == ["compute capability 7.5 has no bfloat16"]
+    assert look(low.path, ["8.0"]) == []
+    eight = artifact(
+        tmp_path / "f8.onnx",
+        [node("Cast", "x", "q", to=TensorProto.FLOAT8E4M3FN), node("Cast", "q", "y", to=FLOAT)],
+        {"x": (FLOAT, [4])},
+        {"y": (FLOAT, [4])},
+    )
+    assert {r.node for r in look(eight.path, ["8.6"])} == {"n_q", "n_y"}
+    assert look(eight.path, ["8.9"]) == []
+
+
+def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
+    """Fails if an operator that the toolkit has no importer for is only found by the build."""
+    src = artifact(
+        tmp_path / "m.onnx",
+        [node("Det", "x", "d"), node("Relu", "d", "y")],
+        {"x": (FLOAT, ["batch", 3, 3])},
+        {"y": (FLOAT, ["batch"])},
+    )
+    found = preflight(src)
+    assert [(r.node, r.operator, r.safe) for r in found.refusals] == [("n_d", "Det", False)]
+    assert not found.passed
+
+
+def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a wrong request is a traceback, or a right model is refused."""
+    assert cli("preflight", digits.path).code == 0
+    assert "give it a name with -o" in cli("preflight", digits.path, "--fix").stderr
+    assert "has to end in .onnx" in cli("preflight", digits.path, "--fix", "-o", tmp_path / "x.engine").stderr
+    assert "major.minor" in cli("preflight", digits.path, "--compute-capability", "86").stderr
+    with pytest.raises(UnknownName, match="unknown toolkit"):
+        preflight(digits, target="openvino")
+    onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # one without a manifest
+    assert cli("preflight", tmp_path / "plain.onnx").code == 0
