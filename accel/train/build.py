@@ -20,6 +20,7 @@ from accel.train.inputs import input_names
 from accel.train.layout import Ranks
 from accel.train.passes import Accumulated, Passes
 from accel.train.precision import parameter_dtype
+from accel.train.quantized_comm import set_quantized
 from accel.train.recompute import recompute
 from accel.train.zero import shard
 
@@ -70,7 +71,9 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         for stage in stages:
             shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
         return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs)
-    called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module))
+    called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module), hpz=p.hpz)
+    if p.qwz or p.qgz:
+        set_quantized(called, gather=p.qwz, reduce=p.qgz)
     if isinstance(called, DistributedDataParallel):
         compress(called, p)
     passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)

@@ -55,6 +55,8 @@ class ParallelConfig:
     ``replicate``: replicas of the sharded group (hybrid sharding). ``recompute``: activation checkpointing.
     ``sequence_parallel``: tensor-parallel ranks hold a part of the sequence each where the plan doesn't cut tensors.
     ``cp``: data-parallel ranks that share the sequences of the same samples, cut after the module ``cp_split``.
+    ZeRO++ (stage 3): ``hpz`` ranks hold a second shard of the parameters, so that the backward gather stays among them;
+    ``qwz`` gathers parameters in int8 blocks, ``qgz`` reduces gradients so.
     ``compression`` of DDP's gradients on their way: bf16, fp16, or PowerSGD of rank ``compression_rank`` after
     ``compression_start`` exact steps.
     """
@@ -67,6 +69,9 @@ class ParallelConfig:
     pipeline: str = "1f1b"
     cp: int = 1
     cp_split: str = "embed"
+    hpz: int = 0
+    qwz: bool = False
+    qgz: bool = False
     compression: str = "none"
     compression_rank: int = 4
     compression_start: int = 100

@@ -121,6 +121,11 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield "context parallel shares heads as tensor parallel does, and has no pipeline; use tp 1 and pp 1 with cp"
     if p.compression != "none" and (p.zero or p.tp * p.pp > 1):
         yield "DDP alone compresses gradients on their way; use parallel.zero = 0, tp 1 and pp 1 with compression"
+    if (p.hpz or p.qwz or p.qgz) and p.zero != 3:
+        yield "hpz, qwz and qgz belong to ZeRO++, which is a stage 3; use parallel.zero = 3 with them"
+    shards = data * p.cp // p.replicate
+    if p.hpz and (shards % p.hpz or not 1 < p.hpz < shards):
+        yield f"hpz {p.hpz} is no true part of {shards} shards; use a divisor between 1 and {shards}, or 0"
     if config.compile and p.tp * p.pp * p.cp > 1:
         yield "compiled blocks are not cut over tp, pp or cp; use compile = false with them"
     if config.global_batch % (config.micro_batch * data):

@@ -34,13 +34,15 @@ def shard(
     offload: bool = False,
     ddp: bool = True,
     parts: Sequence[nn.Module] | None = None,
+    hpz: int = 0,
 ) -> nn.Module:
     """``module`` laid out over ``mesh`` (1-D: data-parallel ranks; 2-D: replicas, then shards) at ZeRO stage ``zero``.
 
     Returns the module to call; it is ``module`` itself except at stage 0, where DDP wraps it. Without a mesh: one
     process, nothing is done. Gradients come out averaged over the data-parallel ranks. ``ddp=False``: FSDP2 at stage 0
     too (tensor and pipeline parallel ask for it; the mesh then shards over one rank). ``parts``: what is gathered
-    together, by default the blocks.
+    together, by default the blocks. ``hpz``: at stage 3 the parameters stay in shards over this many ranks between
+    forward and backward (ZeRO++), which costs memory and saves the wide gather.
     """
     if mesh is None:
         return module
@@ -49,9 +51,10 @@ def shard(
             return module
         return DistributedDataParallel(module, process_group=mesh.get_group(), gradient_as_bucket_view=True)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    reshard = hpz or zero == 3
     for block in blocks(module) if parts is None else parts:
-        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, offload_policy=policy)
-    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, offload_policy=policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     return module
 
 

@@ -81,6 +81,10 @@ ONLY: dict[int, dict[str, list[str]]] = {
     4: {
         "ZeRO 3 in 2 replicas (HSDP)": ["parallel.zero=3", "parallel.replicate=2"],
         "ZeRO 1 in 2 replicas, clipping": ["parallel.zero=1", "parallel.replicate=2", "optimizer.clip=0.1"],
+        "ZeRO 3, hpZ 2": ["parallel.zero=3", "parallel.hpz=2"],
+        "ZeRO 3, qwZ (int8 gather)": ["parallel.zero=3", "parallel.qwz=true"],
+        "ZeRO 3, qgZ (int8 reduction)": ["parallel.zero=3", "parallel.qgz=true"],
+        "ZeRO 3, hpZ 2, qwZ, qgZ": ["parallel.zero=3", "parallel.hpz=2", "parallel.qwz=true", "parallel.qgz=true"],
         "TP 2 x ZeRO 0": ["parallel.tp=2"],
         "TP 2 x ZeRO 1, accumulation": ["parallel.tp=2", "parallel.zero=1", "micro_batch=1"],
         "TP 2 x ZeRO 3, clipping": ["parallel.tp=2", "parallel.zero=3", "optimizer.clip=0.1"],

@@ -1,0 +1,43 @@
+"""int8 blocks of ZeRO++: how far a value may move, and that what is no number stays none."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.train.quantized_comm import BLOCK, dequantize, quantize
+
+
+@given(size=st.integers(1, 3 * BLOCK), seed=st.integers(0, 1000), scale=st.floats(1e-20, 1e20))
+def test_a_value_moves_by_half_a_step_at_most(size: int, seed: int, scale: float) -> None:
+    """Fails if a block takes its scale from another one, or values are cut instead of rounded."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
+    codes, scales = quantize(values)
+    found = dequantize(codes, scales).view(-1)
+    assert (found[size:] == 0).all()
+    for start in range(0, size, BLOCK):
+        block = values[start : start + BLOCK]
+        step = block.abs().max() / 127
+        assert (found[start : start + len(block)] - block).abs().max() <= step * 0.5001
+
+
+def test_one_outlier_spoils_its_own_block_only() -> None:
+    """Fails if one scale serves the whole tensor."""
+    values = torch.full((2 * BLOCK,), 1e-3)
+    values[0] = 1e3
+    found = dequantize(*quantize(values)).view(-1)
+    torch.testing.assert_close(found[BLOCK:], values[BLOCK:], rtol=1e-2, atol=0)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    """Fails if an overflow of one rank becomes a number on the others: no step would be skipped for it."""
+    values = torch.ones(3 * BLOCK)
+    values[1], values[BLOCK] = torch.nan, torch.inf
+    found = dequantize(*quantize(values))
+    assert found[:2].isnan().all()
+    assert (found[2] == 1).all()
+
+
+def test_zeros_stay_zeros() -> None:
+    assert (dequantize(*quantize(torch.zeros(5))) == 0).all()
