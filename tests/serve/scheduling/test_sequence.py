@@ -59,7 +59,7 @@ class Summing(FakeSession):
 
 def make(**options: Any) -> tuple[SequenceExecutor, Summing, FakeClock]:
     session, clock = Summing(), FakeClock()
-    scheduling = Scheduling(**{"max_batch_size": 8, "dynamic": True, "eager": False, "sequence": SEQUENCE} | options)
+    scheduling = Scheduling(**{"max_batch_size": 8, "eager": False, "sequence": SEQUENCE} | options)
     executor = make_executor(COUNTING, scheduling, lambda: session, name="m", version="1", clock=clock, start=False)
     assert isinstance(executor, SequenceExecutor)
     return executor, session, clock
