@@ -71,7 +71,6 @@ class _Run:
         self.tickets: dict[int, Ticket] = {}
         self.results: dict[int, InferenceResponse] = {}
         self.finished = 0
-        self.pumped = False
         self.done = False
 
     def cancel(self) -> None:
@@ -146,19 +145,14 @@ class EnsembleExecutor:
                 run.ready.append(i)
 
     def _pump(self, run: _Run) -> None:
-        """Start what is ready. One thread at a time does it for a request; an answer that comes inside ``submit`` is
-        followed by a turn of this loop and not by a deeper call."""
+        """Start what is ready. An answer that comes inside ``submit`` counts only when that has returned (its ticket is
+        missing before), so what it makes ready is started by the next turn of this loop and not by a deeper call."""
         while True:
             with self._lock:
-                if run.pumped or run.done or not run.ready:
+                if run.done or not run.ready:
                     return
                 i = run.ready.popleft()
-                run.pumped = True
-            try:
-                self._start(run, i)
-            finally:
-                with self._lock:
-                    run.pumped = False
+            self._start(run, i)
 
     def _start(self, run: _Run, i: int) -> None:
         step, request = self._steps[i], run.request

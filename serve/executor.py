@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from accel.runtimes.base import Session
     from accel.signature import Signature
 
+_LOG = logging.getLogger(__name__)
 _MOST_LEVELS = 1 << 16
 OWN_CACHE_BYTES = 64 << 20
 
@@ -52,6 +54,8 @@ def make_executor(
     if scheduling.decoupled:
         # Streams run one by one, and long: on the instances' own threads, so that the caller can still cancel.
         scheduling = replace(scheduling, dynamic=False, eager=False)
+    if scheduling.sequence is not None and scheduling.max_batch_size:
+        scheduling = replace(scheduling, dynamic=True)  # steps of different sequences, as in Triton
     sessions: list[Session] = []
     try:
         for _ in range(scheduling.instances):
@@ -83,16 +87,19 @@ def _batching(
     if lengths is None:
         return rows
     if costs is None:
-        dims = signature.dims[lengths.dim]
-        batch = signature.batch_dim or BATCH
-        costs = measure_costs(
-            session,
-            dim=lengths.dim,
-            batch=batch,
-            sizes=rows.sizes or grid(1, rows.limit),
-            lengths=grid(dims.min, dims.max),
-        )
+        costs = _measured(session, signature, lengths.dim, rows, name=name)
     return LengthBatchingRows(signature, scheduling, lengths, name=name, costs=costs)
+
+
+def _measured(session: Session, signature: Signature, dim: str, rows: RowBatching, *, name: str) -> CostTable:
+    lengths = grid(signature.dims[dim].min, signature.dims[dim].max)
+    sizes = rows.sizes or grid(1, rows.limit)
+    try:
+        return measure_costs(session, dim=dim, batch=signature.batch_dim or BATCH, sizes=sizes, lengths=lengths)
+    except Exception as error:
+        # Random inputs can be ones that the model refuses: no reason not to serve it.
+        _LOG.warning("model %s: what runs cost could not be measured (%s); positions are counted instead", name, error)
+        return CostTable.proportional()
 
 
 def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str) -> None:

@@ -134,11 +134,13 @@ class QueuedExecutor:
             self._queue.put(entry)
             if self._idle:
                 self._work.notify()
-            if self.threaded and min(entry.expires, entry.deadline) < NEVER:
+            instant = min(entry.expires, entry.deadline)
+            if self.threaded and instant < NEVER:
                 if not self._timed:
                     self._timed = True
                     self._start(self._watch, f"{self.name}-{self.version}-timeouts")
-                self._timer.notify()
+                elif instant <= self._queue.next_instant():  # sooner than what it waits for
+                    self._timer.notify()
         self._outstanding[entry] = None
         if self._in_order is not None:
             self._in_order.append(entry)
@@ -157,7 +159,14 @@ class QueuedExecutor:
         expired: Settled = list(self._queue.expire(now))
         if not self._idle:
             return _Step(None, [], expired, NEVER)
-        batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
+        try:
+            batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
+        except Exception as error:  # a fault of ours: nobody shall wait for ever because of it
+            _LOG.exception("model %s: batching failed", self.name)
+            batch, wake = [], NEVER
+            for entry in list(self._queue):
+                self._queue.remove(entry)
+                expired.append((entry, self._error(error)))
         if not batch:
             return _Step(None, [], expired, wake)
         for entry in batch:

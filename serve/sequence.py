@@ -1,8 +1,8 @@
 """Stateful models: requests of one sequence in their order, the state kept by the server.
 
 A sequence has at most one request in the executor below; requests of different sequences are batched there. A request
-that fails or is cancelled leaves the state as it was; those of its sequence that already wait behind it, up to the next
-start, fail with it (FAILED_PRECONDITION), because their caller took for granted that it would count.
+that fails or is cancelled leaves the state as it was, a start leaves none; those of its sequence that already wait
+behind it, up to the next start, fail with it (FAILED_PRECONDITION): their caller took for granted that it would count.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class SequenceExecutor:
         if len(sequence.waiting) == index:
             ended = any(one.request.sequence_end for one in (step, *failed))
             begun = sequence.states is not None or sequence.running is not None or bool(sequence.waiting)
-            sequence.open = begun and not ended
+            sequence.open = begun and not step.request.sequence_start and not ended
         return failed
 
     def _refuse(self, failed: Sequence[_Step], first: _Step) -> None:

@@ -26,6 +26,10 @@ class Streaming(FakeSession):
         self.freed = 0
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
+        self.held = self._parts(feeds)  # a session may keep its stream: that must not keep what it holds
+        return self.held
+
+    def _parts(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
         x = feeds["x"]
         self.runs.append(np.array(x))
         poison = (x == POISON).any()
@@ -126,17 +130,16 @@ def test_cancelling_a_stream() -> None:
     assert 9 not in [rows[0, 1] for rows in session.runs]
 
 
-def test_an_expired_stream_never_runs() -> None:
-    """Fails if a stream is begun after its deadline."""
-    now = [0.0]
+@pytest.mark.parametrize("times", [[0.0, 1.0], [0.0, 0.9, 1.1]])
+def test_an_expired_stream_never_runs(times: list[float]) -> None:
+    """Fails if a stream is begun after its deadline, even where it passes between being chosen and being run."""
     session = Streaming()
     executor = make_executor(
         SIGNATURE, Scheduling(max_batch_size=4, decoupled=True), lambda: session, name="m", version="1",
-        start=False, clock=lambda: now[0],
+        start=False, clock=lambda: times.pop(0) if times[1:] else times[0],
     )  # fmt: skip
     assert isinstance(executor, DecoupledExecutor)
     answers = ask(executor, request(1, deadline=1.0))
-    now[0] = 1.0
     executor.poll()
     assert [getattr(answer, "code", None) and answer.code.name for answer in answers] == ["DEADLINE_EXCEEDED"]  # type: ignore[union-attr]
     assert not session.runs

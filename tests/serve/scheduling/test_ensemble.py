@@ -13,7 +13,7 @@ from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 from accel.errors import BadConfig
 from accel.serve.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
 from accel.serve.executor import make_executor
-from accel.serve.inference import Code, Executor, InferenceResponse, ServeError, infer
+from accel.serve.inference import Code, Durations, Executor, InferenceResponse, ServeError, infer
 from accel.serve.instances import QueuedExecutor
 from accel.serve.scheduling import Scheduling
 from accel.signature import Signature, TensorSpec
@@ -107,6 +107,35 @@ def test_cancelling_cancels_the_steps() -> None:
     assert caller.code == "CANCELLED"
     assert [parts[name][0].pending() for name in ("left", "right")] == [0, 0]
     assert (executor.pending(), executor.statistics().cancel.count) == (0, 1)
+
+
+def test_a_step_that_cannot_be_cancelled() -> None:
+    """A step cancelled while it is being taken, and that answers nevertheless. Fails if its ticket is forgotten,
+    or its answer is a second one for the caller."""
+    parts = {name: model(name, eager=False)[0] for name in ("first", "right", "last")}
+    cancelled: list[bool] = []
+    answers: list[Callable[[Any], None]] = []
+
+    class Stubborn:
+        durations = Durations()
+
+        def submit(self, request: Any, answer: Callable[[Any], None]) -> Any:
+            answers.append(answer)
+            caller.ticket.cancel()
+            return self
+
+        def cancel(self) -> None:
+            cancelled.append(True)
+
+    steps = Ensemble(steps=(doubling("first", "x", "two"), doubling("left", "two", "y", "side")))
+    executor = ensemble(steps, left=Stubborn(), **parts)  # type: ignore[arg-type]
+    caller = Caller(executor, request(1))
+    parts["first"].poll()
+    assert cancelled == [True]
+    answers[0](InferenceResponse(model="left", version="1", outputs={"y": np.zeros(1), "z": np.zeros(1)}))
+    assert caller.code == "CANCELLED"
+    found = executor.statistics()
+    assert (found.received, found.fail.count, found.success.count) == (1, 1, 0)
 
 
 def test_a_long_chain() -> None:

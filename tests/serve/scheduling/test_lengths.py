@@ -296,6 +296,24 @@ def test_costs_are_measured(budget: float) -> None:
     assert grid(4, 4) == [4]
 
 
+def test_a_model_that_refuses_random_inputs(caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a model can't be loaded because what its runs cost can't be measured."""
+
+    class Picky(TextSession):
+        def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+            if feeds["scale"][0, 0] != 1:
+                raise RuntimeError("not that scale")
+            return super().run(feeds)
+
+    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=LENGTHS)
+    executor = make_executor(TEXT, scheduling, Picky, name="m", version="1", start=False)
+    assert isinstance(executor, QueuedExecutor)
+    caller = Caller(executor, text(0, 5))
+    run_all(executor)
+    check(caller)
+    assert "could not be measured (not that scale)" in caplog.text
+
+
 def texts_of_many_lengths(count: int) -> list[np.ndarray]:
     """Token ids of what people judged (documents and word pairs), each at its own length, in a mixed order."""
     from accel.examples import minilm

@@ -59,7 +59,7 @@ class Summing(FakeSession):
 
 def make(**options: Any) -> tuple[SequenceExecutor, Summing, FakeClock]:
     session, clock = Summing(), FakeClock()
-    scheduling = Scheduling(**{"max_batch_size": 8, "dynamic": True, "eager": False, "sequence": SEQUENCE} | options)
+    scheduling = Scheduling(**{"max_batch_size": 8, "eager": False, "sequence": SEQUENCE} | options)
     executor = make_executor(COUNTING, scheduling, lambda: session, name="m", version="1", clock=clock, start=False)
     assert isinstance(executor, SequenceExecutor)
     return executor, session, clock
@@ -179,6 +179,17 @@ def test_the_queue_of_steps_is_bounded() -> None:
     assert codes == [None] * 4 + ["UNAVAILABLE"] * 2, "one in the executor below, three behind it"
 
 
+def test_bytes_that_wait_are_free_again() -> None:
+    """Fails if a step that was run still counts as waiting: after a while every step would be refused."""
+    executor, _, _ = make(queue_bytes=60)
+    for _ in range(10):
+        callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(6)]
+        run_all(executor)
+        assert [total(caller) for caller in callers] == [1, 2, 3, 4, 5, 6]
+    codes = [Caller(executor, step(1, 1)).code for _ in range(20)]
+    assert codes == [None] * 16 + ["UNAVAILABLE"] * 4, "one below, fifteen of 4 bytes behind it"
+
+
 def test_a_failed_step_leaves_the_state() -> None:
     """Fails if later steps that already wait are computed as if the failed one had counted, or if the sequence can't go
     on afterwards."""
@@ -225,6 +236,17 @@ def test_cancelling_a_step() -> None:
     assert len(session.feeds) == 2
     assert (executor.pending(), executor.sequences()) == (0, 0)
     assert executor.statistics().cancel.count == 2
+
+
+def test_a_start_that_is_cancelled_begins_nothing() -> None:
+    """Fails if a step goes on with the state of the sequence before a start that was cancelled while it waited."""
+    executor, _, _ = make()
+    first, second = (Caller(executor, step(1, x, "s")) for x in (1, 5))
+    second.ticket.cancel()
+    assert Caller(executor, step(1, 2)).code == "INVALID_ARGUMENT"
+    run_all(executor)
+    assert total(first) == 1
+    assert executor.sequences() == 0
 
 
 def test_a_long_sequence_in_one_go() -> None:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 
+from accel.serve.batcher import RowBatching
 from accel.serve.executor import make_executor
-from accel.serve.inference import Executor, InferenceResponse, ServeError, infer
-from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.serve.inference import Executor, InferenceRequest, InferenceResponse, ServeError, infer
+from accel.serve.scheduling import QueuePolicy, Scheduling, SequenceBatching
+from accel.signature import Feeds, Signature, TensorSpec
 
 PATIENCE = 20.0
 
@@ -183,3 +185,83 @@ def test_a_queue_that_is_full_answers_at_once() -> None:
     gate.go.set()
     executor.close(PATIENCE)
     assert [caller.code for caller in callers] == ["OK"] * 4 + ["UNAVAILABLE"] * 2
+
+
+def test_sequences_from_many_threads() -> None:
+    """Eight callers, each with a sequence of its own and steps that don't wait for the one before. Fails if two steps
+    of a sequence run at once, a state is lost between threads, or a sequence stops being handed on."""
+
+    class Adding(FakeSession):
+        def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+            return {"total": feeds["before"] + feeds["x"]}
+
+    signature = Signature(
+        (TensorSpec("x", "float32", ("batch", 1)), TensorSpec("before", "float32", ("batch", 1))),
+        (TensorSpec("total", "float32", ("batch", 1)),),
+    )
+    scheduling = Scheduling(
+        max_batch_size=4, dynamic=True, instances=2, sequence=SequenceBatching(states={"total": "before"})
+    )
+    executor = make_executor(signature, scheduling, Adding, name="m", version="1")
+
+    def ask(thread: int) -> list[float]:
+        found: list[float] = []
+        last = threading.Event()
+
+        def answer(result: InferenceResponse | ServeError) -> None:
+            assert isinstance(result, InferenceResponse)
+            found.append(float(result.outputs["total"][0, 0]))
+            if len(found) == 100:
+                last.set()
+
+        for i in range(100):
+            asked = InferenceRequest(
+                model="m",
+                inputs={"x": np.full((1, 1), thread, np.float32)},
+                outputs=("total",),
+                sequence_id=thread,
+                sequence_start=i == 0,
+                sequence_end=i == 99,
+            )
+            executor.submit(asked, answer)
+        assert last.wait(PATIENCE)
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        for thread, found in zip(range(1, 9), pool.map(ask, range(1, 9)), strict=True):
+            assert found == [thread * (i + 1) for i in range(100)]
+    executor.close(PATIENCE)
+    counted = executor.statistics()
+    assert counted.success.count == counted.received == 800
+
+
+def test_closing_runs_the_steps_that_wait() -> None:
+    """Fails if closing gives up on the steps behind the one that runs although there is time."""
+    gate = Gate()
+    executor = threaded(Scheduling(max_batch_size=1, sequence=SequenceBatching(), eager=False), [gate])
+    asked = [request(i, sequence_id=1, sequence_start=i == 0) for i in range(5)]
+    callers = [Caller(executor, one) for one in asked]
+    assert gate.entered.acquire(timeout=PATIENCE)
+    closing = threading.Thread(target=executor.close, args=(PATIENCE,))
+    closing.start()
+    while Caller(executor, request(9, sequence_id=2, sequence_start=True)).code != "UNAVAILABLE":
+        time.sleep(0)
+    gate.go.set()
+    closing.join(PATIENCE)
+    assert [caller.code for caller in callers] == ["OK"] * 5
+
+
+def test_a_fault_of_the_servers_own_answers_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batching that raises. Fails if the instance's thread dies of it, and its callers wait for ever."""
+    executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [FakeSession()])
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RowBatching, "choose", broken)
+        with pytest.raises(ServeError, match="a bug") as caught:
+            infer(executor, request(1), PATIENCE)
+        assert caught.value.code.name == "INTERNAL"
+    assert infer(executor, request(2), PATIENCE).outputs["y"][0, 0] == 4
+    executor.close(PATIENCE)
