@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 from serving import FLOAT, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
 
-from accel.artifact import Manifest, manifest_path
+from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.serve.inference import Code, ServeError
 from accel.serve.loading import Loading
 from accel.serve.model_files import Trust, valid_name
@@ -170,6 +170,26 @@ def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
     assert "not the file its manifest describes" in reasons(repository)["linear"]
     repository = opened(tmp_path, loading=Loading(trust=Trust(insecure=True)))
     assert scale(repository) == 2
+
+
+def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
+    """Fails if an IR without a manifest isn't served by what it declares, or one whose manifest doesn't hold is."""
+    ov = pytest.importorskip("openvino")
+    source = linear(tmp_path / "source")
+    folder = tmp_path / "models" / "linear" / "1"
+    folder.mkdir(parents=True)
+    ov.save_model(ov.convert_model(str(source)), str(folder / "model.xml"), compress_to_fp16=False)
+    repository = opened(tmp_path / "models")
+    model = repository.get("linear")
+    assert (model.config.platform, model.inputs["x"].shape) == ("openvino", (-1, 4))
+    assert scale(repository) == 1
+    files = {name: file_sha256(folder / name) for name in ("model.xml", "model.bin")}
+    Manifest(kind="openvino", signature=model.signature, files=files).write(manifest_path(folder / "model.xml"))
+    assert scale(opened(tmp_path / "models")) == 1
+    weights = (folder / "model.bin").read_bytes()
+    (folder / "model.bin").unlink()  # the old one is mapped into memory by who serves it
+    (folder / "model.bin").write_bytes(bytes(reversed(weights)))
+    assert "not the file its manifest describes" in reasons(opened(tmp_path / "models"))["linear"]
 
 
 def _scaled(tmp_path: Path, factor: float) -> bytes:
