@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +118,23 @@ def test_the_order_of_a_stream(decoupled: bool, order: list[str]) -> None:
     message = proto.message("ModelInferRequest")
     stream = InferStream(server, iter([message(id=str(i)) for i in range(3)]), Context(), None)  # type: ignore[arg-type]
     found: list[str] = []
-    reading = threading.Thread(target=lambda: found.extend(r.infer_response.id for r in stream.responses()))
+    some = threading.Event()
+
+    def read() -> None:
+        for response in stream.responses():
+            found.append(response.infer_response.id)
+            some.set()
+
+    reading = threading.Thread(target=read)
     reading.start()
     for _ in range(3):
         assert server.taken.acquire(timeout=30)
-    for number, request_id in enumerate(("2", "0", "1")):
+    for request_id in ("2", "0", "1"):
+        some.clear()
         server.replies[request_id](InferReply("m", "1", request_id, []))
-        while decoupled and len(found) <= number and reading.is_alive():
-            time.sleep(0.001)
+        if decoupled:
+            assert some.wait(30)
+        elif request_id == "2":
+            assert not some.wait(0.2)
     reading.join(30)
     assert found == order

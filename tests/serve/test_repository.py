@@ -243,7 +243,7 @@ def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) ->
     assert [model.version for model in repository.versions("linear")] == ["2"]
 
 
-def test_polling(tmp_path: Path, opened: Any) -> None:
+def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if new, changed, broken and removed models aren't noticed, or a broken one is tried again and again."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="poll", poll_seconds=3600)
@@ -258,6 +258,11 @@ def test_polling(tmp_path: Path, opened: Any) -> None:
     (tmp_path / "new" / "1" / "model.onnx").write_bytes(b"half a mod")
     repository.poll_once()
     assert scale(repository, "new") == 1
+    tried = []
+    monkeypatch.setattr(repository, "_load", tried.append)
+    repository.poll_once()
+    assert tried == []  # it failed and is as it was
+    monkeypatch.undo()
     shutil.rmtree(tmp_path / "linear")
     repository.poll_once()
     with pytest.raises(ServeError) as caught:
