@@ -125,7 +125,7 @@ def test_the_order_of_a_stream(decoupled: bool, order: list[str]) -> None:
             found.append(response.infer_response.id)
             some.set()
 
-    reading = threading.Thread(target=read)
+    reading = threading.Thread(target=read, daemon=True)
     reading.start()
     for _ in range(3):
         assert server.taken.acquire(timeout=30)
