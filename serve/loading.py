@@ -13,10 +13,12 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, BadRepository
 from accel.runtimes.base import BaseSession, Session, open_session
 from accel.serve import model_config
+from accel.serve.ensemble_config import Get, complete_ensemble, is_ensemble, make_ensemble
 from accel.serve.inference import Executor
 from accel.serve.model import ServedModel, make_executor
 from accel.serve.model_config import ModelConfig
 from accel.serve.model_files import ModelFolder, Trust
+from accel.serve.scheduling import Scheduling
 from accel.serve.tensors import DATATYPES
 
 log = logging.getLogger("accel.serve")
@@ -26,12 +28,14 @@ MakeExecutor = Callable[..., Executor]
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How models are loaded. ``threads``: of each session where its config says nothing (0: the runtime's choice)."""
+    """How models are loaded. ``threads``: of each session where its config says nothing (0: the runtime's choice).
+    ``get``: how an ensemble finds its models."""
 
     trust: Trust = field(default_factory=Trust)
     threads: int = 0
     warm_up: bool = True
     make: MakeExecutor = make_executor
+    get: Get | None = None
 
 
 def load_version(
@@ -44,6 +48,8 @@ def load_version(
     else:
         config, batch_given = folder.config()
     _supported(config)
+    if is_ensemble(config):
+        return _load_ensemble(folder, version, loading, config, files)
     artifact = folder.open(version, config, loading.trust)
     model_config.complete(config, folder.name, artifact.signature, artifact.kind, batch_given=batch_given)
     scheduling = model_config.scheduling(config, artifact.signature)
@@ -67,6 +73,22 @@ def load_version(
         signature=artifact.signature,
         scheduling=scheduling,
         executor=executor,
+        labels=folder.labels(config),
+        files=files,
+    )
+
+
+def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: ModelConfig, files: Any) -> ServedModel:
+    if loading.get is None:
+        raise BadRepository(f"ensemble '{folder.name}' can't be loaded without the repository of its models")
+    signature = complete_ensemble(config, folder.name)
+    return ServedModel(
+        name=folder.name,
+        version=version,
+        config=config,
+        signature=signature,
+        scheduling=Scheduling(max_batch_size=config.max_batch_size),
+        executor=make_ensemble(config, signature, loading.get, version),
         labels=folder.labels(config),
         files=files,
     )

@@ -23,6 +23,7 @@ from accel.serve.transport import Transport
 log = logging.getLogger("accel.serve")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LAME_DUCK = 1.0
 _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -125,11 +126,11 @@ class ServingProcess:
 
     def stop(self) -> None:
         """Answer what was taken (new requests hear UNAVAILABLE), for at most the options' ``drain`` seconds; end."""
-        done = self.server.drain(self.options.drain)
+        done = self.server.drain(self.options.drain if self.server.taking else 0.0)
         if not done:
             log.warning("stopped before all was answered", extra={"requests": self.server.under_way})
         for transport in self.transports.values():
-            transport.stop(1.0)
+            transport.stop(5.0 if done else 1.0)  # what is answered still has to reach the wire
         self.server.close(1.0)
 
     def run(self, ready: Any = None) -> None:
@@ -149,6 +150,9 @@ class ServingProcess:
         while not self._stop.wait(3600):
             pass
         log.info("stopping", extra={"requests": self.server.under_way})
+        if self.server.drain(self.options.drain):
+            # Clients hear UNAVAILABLE for a moment and go elsewhere; a closed door would cut off what is on its way.
+            time.sleep(_LAME_DUCK)
         self.stop()
         log.info("stopped")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Repository:
             raise BadRepository(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
         self.root, self.mode, self.drain = root, mode, drain
         self._startup = tuple(startup)
-        self._loading = loading or Loading()
+        self._loading = replace(loading or Loading(), get=self.get)
         self._poll_seconds = poll_seconds
         self._entries: dict[str, _Entry] = {}
         # What requests look up: replaced as a whole, never changed in place, so that reading takes no lock.

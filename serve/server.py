@@ -384,6 +384,11 @@ class InferenceServer:
         self.memory.unregister()
 
     @property
+    def taking(self) -> bool:
+        """Whether new requests are taken: until ``drain``."""
+        return not self._draining
+
+    @property
     def under_way(self) -> int:
         """Requests taken and not answered."""
         return self._under_way

@@ -37,6 +37,7 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
         expected = inside if inside.parts[0] == "accel" else Path("accel") / inside
         assert str(expected) in names, expected
     assert "accel/py.typed" in names
+    assert {"accel/serve/proto/inference.binpb", "accel/serve/proto/LICENSE.txt"} <= set(names)
 
 
 def test_nothing_imports_upwards() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Start, linear, two_inputs
+from serving import Served, Start, linear, two_inputs
 
 from accel.serve.options import ServeOptions
 from accel.serve.process import ServingProcess
@@ -36,3 +38,25 @@ def repository(tmp_path: Path) -> Path:
     linear(root / "linear" / "1")
     two_inputs(root / "pair" / "1")
     return root
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """``serve(repository, ...)`` is a running command, on free ports where ``free``, ended after the test."""
+    made: list[Served] = []
+
+    def begin(*words: str, free: bool = True) -> Served:
+        made.append(Served(*words, *(("--grpc-port", "0", "--http-port", "0") if free else ())))
+        return made[-1]
+
+    yield begin
+    for served in made:
+        if served.process.poll() is None:
+            served.process.send_signal(signal.SIGTERM)
+            try:
+                served.process.wait(30)
+            except subprocess.TimeoutExpired:
+                served.process.kill()
+                served.process.wait()
+        if served.process.stderr is not None:
+            served.process.stderr.close()

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,3 +55,46 @@ def identity(folder: Path, dtype: int, shape: list[Any] | None = None) -> Path:
 
 
 Start = Callable[..., ServingProcess]
+
+
+class Served:
+    """A running ``accel serve`` and its log."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "accel", "serve", *words],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        self.log: list[dict[str, Any]] = []
+        self._news = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.log.append(json.loads(line) if line.startswith("{") else {"message": line})
+                self._news.notify_all()
+        with self._news:
+            self.log.append({"message": "end of log"})
+            self._news.notify_all()
+
+    def wait_for(self, message: str, count: int = 1) -> dict[str, Any]:
+        """The ``count``-th line of the log that says so."""
+
+        def lines() -> list[dict[str, Any]]:
+            return [line for line in self.log if line["message"] == message]
+
+        with self._news:
+            assert self._news.wait_for(lambda: len(lines()) >= count or self.ended(), 60), self.log
+            assert len(lines()) >= count, self.log
+            return lines()[count - 1]
+
+    def ended(self) -> bool:
+        return any(line["message"] == "end of log" for line in self.log)
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +17,6 @@ import pytest
 import tritonclient.grpc as triton
 from serving import WEIGHTS, linear
 from tritonclient.utils import InferenceServerException
-
-
-class Served:
-    """A running ``accel serve`` and its log."""
-
-    def __init__(self, *words: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "accel", "serve", *words, "--grpc-port", "0", "--http-port", "0"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
-        self.log: list[dict[str, Any]] = []
-        self._news = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            with self._news:
-                self.log.append(json.loads(line) if line.startswith("{") else {"message": line})
-                self._news.notify_all()
-        with self._news:
-            self.log.append({"message": "end of log"})
-            self._news.notify_all()
-
-    def wait_for(self, message: str, count: int = 1) -> dict[str, Any]:
-        """The ``count``-th line of the log that says so."""
-
-        def lines() -> list[dict[str, Any]]:
-            return [line for line in self.log if line["message"] == message]
-
-        with self._news:
-            assert self._news.wait_for(lambda: len(lines()) >= count or self.ended(), 60), self.log
-            assert len(lines()) >= count, self.log
-            return lines()[count - 1]
-
-    def ended(self) -> bool:
-        return any(line["message"] == "end of log" for line in self.log)
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
-    made: list[Served] = []
-
-    def begin(*words: str) -> Served:
-        made.append(Served(*words))
-        return made[-1]
-
-    yield begin
-    for served in made:
-        if served.process.poll() is None:
-            served.process.send_signal(signal.SIGTERM)
-            try:
-                served.process.wait(30)
-            except subprocess.TimeoutExpired:
-                served.process.kill()
-                served.process.wait()
-        if served.process.stderr is not None:
-            served.process.stderr.close()
 
 
 def client(port: int) -> triton.InferenceServerClient:

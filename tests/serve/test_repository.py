@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 from serving import FLOAT, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
 
-from accel.artifact import Manifest, manifest_path
+from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.serve.inference import Code, ServeError
 from accel.serve.loading import Loading
 from accel.serve.model_files import Trust, valid_name
@@ -172,6 +172,26 @@ def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
     assert scale(repository) == 2
 
 
+def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
+    """Fails if an IR without a manifest isn't served by what it declares, or one whose manifest doesn't hold is."""
+    ov = pytest.importorskip("openvino")
+    source = linear(tmp_path / "source")
+    folder = tmp_path / "models" / "linear" / "1"
+    folder.mkdir(parents=True)
+    ov.save_model(ov.convert_model(str(source)), str(folder / "model.xml"), compress_to_fp16=False)
+    repository = opened(tmp_path / "models")
+    model = repository.get("linear")
+    assert (model.config.platform, model.inputs["x"].shape) == ("openvino", (-1, 4))
+    assert scale(repository) == 1
+    files = {name: file_sha256(folder / name) for name in ("model.xml", "model.bin")}
+    Manifest(kind="openvino", signature=model.signature, files=files).write(manifest_path(folder / "model.xml"))
+    assert scale(opened(tmp_path / "models")) == 1
+    weights = (folder / "model.bin").read_bytes()
+    (folder / "model.bin").unlink()  # the old one is mapped into memory by who serves it
+    (folder / "model.bin").write_bytes(bytes(reversed(weights)))
+    assert "not the file its manifest describes" in reasons(opened(tmp_path / "models"))["linear"]
+
+
 def _scaled(tmp_path: Path, factor: float) -> bytes:
     return linear(tmp_path.parent / f"{tmp_path.name}-other", factor).read_bytes()
 
@@ -223,7 +243,7 @@ def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) ->
     assert [model.version for model in repository.versions("linear")] == ["2"]
 
 
-def test_polling(tmp_path: Path, opened: Any) -> None:
+def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if new, changed, broken and removed models aren't noticed, or a broken one is tried again and again."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="poll", poll_seconds=3600)
@@ -238,6 +258,11 @@ def test_polling(tmp_path: Path, opened: Any) -> None:
     (tmp_path / "new" / "1" / "model.onnx").write_bytes(b"half a mod")
     repository.poll_once()
     assert scale(repository, "new") == 1
+    tried = []
+    monkeypatch.setattr(repository, "_load", tried.append)
+    repository.poll_once()
+    assert tried == []  # it failed and is as it was
+    monkeypatch.undo()
     shutil.rmtree(tmp_path / "linear")
     repository.poll_once()
     with pytest.raises(ServeError) as caught:

@@ -1,0 +1,59 @@
+"""Ensembles in a repository, as clients see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from onnx_builder import artifact, node
+from serving import FLOAT, WEIGHTS, Start, linear
+from tritonclient.utils import InferenceServerException
+
+pytest.importorskip("accel.serve.ensemble", reason="the executor of ensembles is a part of its own")
+
+CONFIG = """
+max_batch_size: 8
+input { name: "image" data_type: TYPE_FP32 dims: [4] }
+output { name: "score" data_type: TYPE_FP32 dims: [3] }
+ensemble_scheduling {
+  step { model_name: "linear" model_version: -1
+         input_map { key: "x" value: "image" } output_map { key: "y" value: "raw" } }
+  step { model_name: "relu" model_version: 1
+         input_map { key: "x" value: "raw" } output_map { key: "z" value: "score" } }
+}
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    root = tmp_path / "models"
+    (root / "both" / "1").mkdir(parents=True)
+    (root / "both" / "config.pbtxt").write_text(CONFIG)
+    linear(root / "linear" / "1")
+    (root / "relu" / "1").mkdir(parents=True)
+    shape = ["batch", 3]
+    artifact(root / "relu" / "1" / "model.onnx", [node("Relu", "x", "z")], {"x": (FLOAT, shape)}, {"z": (FLOAT, shape)})
+    return root
+
+
+def test_an_ensemble(models: Path, start: Start) -> None:
+    """Fails if the steps aren't run one after the other, on what serves now, or the ensemble looks unlike a model."""
+    process = start(models, mode="explicit", models=("*",))
+    x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    given = triton.InferInput("image", [2, 4], "FP32")
+    given.set_data_from_numpy(x)
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+        found = client.infer("both", [given]).as_numpy("score")
+        np.testing.assert_allclose(found, np.maximum(x @ WEIGHTS, 0), rtol=1e-5)
+        metadata = client.get_model_metadata("both")
+        assert (metadata.platform, list(metadata.inputs[0].shape)) == ("ensemble", [-1, 4])
+        linear(models / "linear" / "1", scale=2.0)
+        client.load_model("linear")
+        found = client.infer("both", [given]).as_numpy("score")
+        np.testing.assert_allclose(found, np.maximum(2 * x @ WEIGHTS, 0), rtol=1e-5)
+        client.unload_model("relu")
+        with pytest.raises(InferenceServerException, match="relu"):
+            client.infer("both", [given])
+        assert client.get_inference_statistics("both").model_stats[0].inference_stats.success.count == 2

@@ -1,0 +1,224 @@
+"""What goes wrong around a server: sessions that raise or hang, clients that vanish, bytes that are no request."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from serving import WEIGHTS, Start, linear
+from tritonclient.utils import InferenceServerException
+
+from accel.serve import loading, proto
+
+
+class Faulty:
+    """A session that raises for x[0, 0] == 1, hangs for 2 until ``released``, and else runs."""
+
+    def __init__(self, session: Any, released: threading.Event, running: threading.Semaphore) -> None:
+        self._session, self._released, self._running = session, released, running
+        self.signature = session.signature
+
+    def run(self, feeds: Any) -> Any:
+        mark = feeds["x"].flat[0]
+        if mark == 1:
+            raise RuntimeError("the runtime gave up")
+        if mark == 2:
+            self._running.release()
+            self._released.wait(60)
+        return self._session.run(feeds)
+
+    def example_inputs(self, **sizes: int) -> Any:
+        return self._session.example_inputs(**sizes)
+
+    def close(self) -> None:
+        self._session.close()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A server with ``bad``, whose session is faulty, and ``good``."""
+    released, running = threading.Event(), threading.Semaphore(0)
+    real = loading.open_session
+
+    def opened(artifact: Any, *arguments: Any) -> Any:
+        session = real(artifact, *arguments)
+        return Faulty(session, released, running) if "bad" in artifact.path.parts else session
+
+    monkeypatch.setattr(loading, "open_session", opened)
+    for name in ("bad", "good"):
+        linear(tmp_path / "models" / name / "1")
+    process = start(tmp_path / "models", mode="explicit", models=("*",), max_message=1 << 20)
+    process.released, process.running = released, running
+    yield process
+    released.set()
+
+
+def ask(client: Any, name: str, mark: float = 0, **options: Any) -> np.ndarray:
+    x = np.full((1, 4), mark, dtype=np.float32)
+    given = triton.InferInput("x", [1, 4], "FP32")
+    given.set_data_from_numpy(x)
+    found: np.ndarray = client.infer(name, [given], **options).as_numpy("y")
+    np.testing.assert_allclose(found, x @ WEIGHTS, rtol=1e-5)
+    return found
+
+
+def client_of(process: Any) -> Any:
+    return triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}")
+
+
+def idle(process: Any) -> bool:
+    """Whether every request has left the books, within ten seconds."""
+    deadline = time.monotonic() + 10
+    while process.server.under_way and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return process.server.under_way == 0
+
+
+def test_a_session_that_raises(faulty: Any) -> None:
+    """Fails if the error has another code, isn't counted, or the model or another one is lost by it."""
+    with client_of(faulty) as client:
+        for _ in range(3):
+            with pytest.raises(InferenceServerException) as caught:
+                ask(client, "bad", 1)
+            assert caught.value.status() == "StatusCode.INTERNAL"
+            assert "the runtime gave up" in caught.value.message()
+        ask(client, "bad", 3)
+        ask(client, "good")
+        stats = client.get_inference_statistics("bad").model_stats[0].inference_stats
+        assert (stats.success.count, stats.fail.count) == (1, 3)
+    assert idle(faulty)
+
+
+def test_a_session_that_hangs(faulty: Any) -> None:
+    """Fails if a hung model takes another one with it, holds callers beyond their deadline, or lets them pile up."""
+    with ExitStack() as stack, client_of(faulty) as client:
+        hung = [stack.enter_context(client_of(faulty)) for _ in range(14)]
+        x = triton.InferInput("x", [1, 4], "FP32")
+        x.set_data_from_numpy(np.full((1, 4), 2, dtype=np.float32))
+        answers: queue.Queue[Any] = queue.Queue()
+        for one in hung:
+            one.async_infer("bad", [x], lambda result, error: answers.put((result, error)), client_timeout=30)
+        assert faulty.running.acquire(timeout=30)
+        deadline = time.monotonic() + 30
+        while faulty.server.under_way < 14:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        ask(client, "good", client_timeout=10)
+        assert client.is_server_live(client_timeout=10)
+        began = time.monotonic()
+        with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
+            ask(client, "bad", 3, client_timeout=10)
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        assert time.monotonic() - began < 5
+        faulty.released.set()
+        assert [answers.get(timeout=30)[1] for _ in hung] == [None] * 14
+        assert idle(faulty)
+        ask(client, "bad", 3)
+
+
+def test_a_deadline_that_passes(faulty: Any) -> None:
+    """Fails if a caller waits longer than it said, or its request stays in the books."""
+    with client_of(faulty) as client:
+        with pytest.raises(InferenceServerException) as caught:
+            ask(client, "bad", 2, client_timeout=0.2)
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        faulty.released.set()
+        assert idle(faulty)
+        ask(client, "bad", 3)
+
+
+def test_a_client_that_vanishes(faulty: Any) -> None:
+    """Fails if a request whose client is gone stays in the books, or its end takes the server with it."""
+    request = proto.message("ModelInferRequest")(model_name="bad")
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    request.raw_input_contents.append(np.full((1, 4), 2, dtype=np.float32).tobytes())
+    channel = grpc.insecure_channel(f"127.0.0.1:{faulty.ports['grpc']}")
+    call = channel.unary_unary(f"/{proto.SERVICE}/ModelInfer").future(request.SerializeToString())
+    assert faulty.running.acquire(timeout=30)
+    call.cancel()
+    channel.close()
+    faulty.released.set()
+    assert idle(faulty)
+    with client_of(faulty) as client:
+        ask(client, "bad", 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"\xff\xff\xff\xff", grpc.StatusCode.INTERNAL),
+        (b"\n\xff\xff\xff\xff\x0f", grpc.StatusCode.INTERNAL),
+        (b"x" * ((1 << 20) + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (b"", grpc.StatusCode.NOT_FOUND),
+    ],
+)
+def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCode, caplog: Any) -> None:
+    """Fails if a malformed or oversize message gets another code, or costs the server more than this call."""
+    with grpc.insecure_channel(f"127.0.0.1:{faulty.ports['grpc']}") as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{proto.SERVICE}/ModelInfer")(body)
+        assert caught.value.code() is code
+    with client_of(faulty) as client:
+        ask(client, "good")
+
+
+def test_connections_that_are_left_open(faulty: Any) -> None:
+    """Fails if clients that connect and say nothing, or half a request, keep others out."""
+    with ExitStack() as stack:
+        for i in range(300):
+            left = stack.enter_context(socket.create_connection(("127.0.0.1", faulty.ports["grpc"])))
+            if i % 2:
+                left.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00")
+        with client_of(faulty) as client:
+            ask(client, "good", client_timeout=10)
+
+
+def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
+    """Fails if a loaded model needs its file, or a reload without one takes it away."""
+    shutil.rmtree(tmp_path / "models" / "good" / "1")
+    with client_of(faulty) as client:
+        ask(client, "good")
+        with pytest.raises(InferenceServerException, match="no version is available"):
+            client.load_model("good")
+        ask(client, "good")
+        assert client.is_model_ready("good")
+
+
+def test_streams_have_a_bound(faulty: Any) -> None:
+    """Fails if streams that are left open take every thread."""
+    with ExitStack() as stack:
+        refused = 0
+        for _ in range(8):
+            one = stack.enter_context(client_of_its_own(faulty))
+            found: list[Any] = []
+            arrived = threading.Event()
+
+            def answer(result: Any, error: Any, found: Any = found, arrived: Any = arrived) -> None:
+                found.append(error)
+                arrived.set()
+
+            one.start_stream(answer)
+            given = triton.InferInput("x", [1, 4], "FP32")
+            given.set_data_from_numpy(np.zeros((1, 4), np.float32))
+            with suppress(InferenceServerException):  # refused already
+                one.async_stream_infer("good", [given])
+            assert arrived.wait(30)
+            refused += found[0] is not None
+        assert refused == 4  # a quarter of the sixteen threads is for streams
+        with client_of(faulty) as client:
+            ask(client, "good", client_timeout=10)
+
+
+def client_of_its_own(process: Any) -> Any:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}", channel_args=options)
