@@ -334,3 +334,22 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     wanted = bits(source)
     assert wanted < 3.5  # evenly over 465 characters it would be 8.9
     assert abs(bits(made) - wanted) < 0.001
+
+
+def test_optimize_takes_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if who comes from Keras has to stop at an ONNX file on the way to the fastest form."""
+    words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5"]
+    ran = cli("optimize", tensorflow_models / "sequential.keras", *words, "-o", tmp_path / "out", "-q")
+    assert ran.code == 0, ran.stderr
+    with accel.load(tmp_path / "out") as session:
+        assert session.run(session.example_inputs(batch=2))["dense"].shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", ["functional.keras", "sequential", "float.tflite"])
+def test_inspect_takes_each(cli: Any, tensorflow_models: Path, name: str) -> None:
+    """Fails if accel inspect can't say what goes into a TensorFlow model and comes out."""
+    ran = cli("inspect", tensorflow_models / name, "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    signature = json.loads(ran.stdout)["signature"]
+    assert signature["inputs"][0]["shape"][0] == "batch"
+    assert signature["outputs"]
