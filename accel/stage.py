@@ -210,6 +210,16 @@ STAGES: tuple[Stage, ...] = (
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
+        name="torch_from_onnx",
+        function="accel.converters.torch_from_onnx:torch_from_onnx",
+        config="accel.converters.torch_from_onnx:TorchFromOnnxConfig",
+        takes=("onnx",),
+        gives="torch",
+        suffix=".pt2",
+        packages=("torch",),
+        may_change=frozenset({"opset", "ir"}),
+    ),
+    Stage(
         name="saved_model_from_onnx",
         function="accel.converters.saved_model_from_onnx:saved_model_from_onnx",
         config="accel.converters.saved_model_from_onnx:SavedModelFromOnnxConfig",

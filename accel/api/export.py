@@ -26,6 +26,7 @@ FORMATS = {
     "tflite": "model.tflite",
     "ncnn": "model.ncnn.param",
     "openvino": "model.xml",
+    "torch": "model.pt2",
 }
 # The stage that makes ONNX of each kind of source.
 _TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
@@ -47,10 +48,12 @@ def export(
     strip_training_ops: bool = False,
     to: str = "onnx",
     preprocess: PreprocessConfig | None = None,
+    limit: float | None = None,
 ) -> Artifact:
     """Export ``source`` to the ONNX file ``out`` (its manifest goes beside it) and prove that it computes the same.
 
-    ``to``: ``onnx``, or what ONNX becomes in the folder ``out``: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``.
+    ``to``: ``onnx``, or what ONNX becomes in the folder ``out``: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``,
+    ``torch``.
 
     ``source``: ``package.module:factory``, ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, a
     transformers folder; a SavedModel, a Keras file, a frozen ``.pb``, a TF1 ``.meta``, a ``.tflite``; an ONNX file, to
@@ -60,7 +63,8 @@ def export(
     ``dims``: ranges of dynamic dims as (min, opt, max). ``opset``: what the file will have, exactly;
     by default 20, and of an ONNX file its own. ``preprocess``: what goes before and after the model, into the graph.
     ``graph_inputs``, ``graph_outputs``: tensor names (``x:0``) of a ``.pb`` or ``.meta``. ``signature``: which one of a
-    SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it.
+    SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it. ``limit``: the largest relative
+    error of an output after each stage, for a net that float32 itself doesn't hold to the usual 1e-4.
 
     Raises ``BadSource``, ``BadInputSpec``, ``ExportFailed`` (no exporter gave a right model), ``GateFailed``.
     """
@@ -71,6 +75,8 @@ def export(
         raise UsageError(f"{out} has to end in .onnx")
     if to != "onnx" and (out.is_file() or out.suffix):
         raise UsageError(f"-o names a folder with --to {to}, {out} is none; write e.g. -o {out.stem}_{to}/")
+    if limit is not None and not 0 < limit < 1:
+        raise UsageError(f"a limit of {limit:g} can't be; it is a relative error, e.g. 1e-3")
     if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedHere(f"opset {opset} can't be exported; pass --opset {MIN_OPSET} to {MAX_OPSET}")
     check_writable(out if to == "onnx" else out / FORMATS[to])
@@ -99,16 +105,22 @@ def export(
         # Only the last stage writes to the user's place.
         first = out if to == "onnx" and preprocess is None else None
         if src.kind == "onnx":
-            made = _as_asked(src, opset, inputs, dims, cache, first)
+            made = _as_asked(src, opset, inputs, dims, limit, cache, first)
         else:
-            made = _to_onnx(src, opset or DEFAULT_OPSET, simplify, cache, first)
+            made = _to_onnx(src, opset or DEFAULT_OPSET, simplify, limit, cache, first)
         if preprocess is not None:
             made = _preprocessed(made, preprocess, cache, out if to == "onnx" else None)
-        return made if to == "onnx" else _from_onnx(made, to, cache, out / FORMATS[to])
+        return made if to == "onnx" else _from_onnx(made, to, limit, cache, out / FORMATS[to])
 
 
 def _as_asked(
-    src: Artifact, opset: int | None, inputs: Inputs | None, dims: Dims | None, cache: StageCache, out: Path | None
+    src: Artifact,
+    opset: int | None,
+    inputs: Inputs | None,
+    dims: Dims | None,
+    limit: float | None,
+    cache: StageCache,
+    out: Path | None,
 ) -> Artifact:
     """An ONNX file with the opset and the shapes that were asked for; as it is where none were."""
     from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
@@ -123,7 +135,7 @@ def _as_asked(
     known = {d for spec in (*given, *src.signature.inputs) for d in spec.shape if isinstance(d, str)}
     if unknown := set(ranges) - known:
         raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {', '.join(sorted(known))}")
-    gate = OutputGate(limit=LIMITS["fp32"])
+    gate = OutputGate(limit=limit or LIMITS["fp32"])
     config = OnnxFromOnnxConfig(opset=opset, inputs=given, dims=ranges)
     return run_stage("onnx_from_onnx", src, config, gates=[gate], out=out, cache=cache)
 
@@ -145,37 +157,42 @@ def _preprocessed(src: Artifact, config: PreprocessConfig, cache: StageCache, ou
     return run_stage("preprocess", src, config, gates=[gate], out=out, cache=cache)
 
 
-def _to_onnx(src: Artifact, opset: int, simplify: bool, cache: StageCache, out: Path | None) -> Artifact:
+def _to_onnx(
+    src: Artifact, opset: int, simplify: bool, limit: float | None, cache: StageCache, out: Path | None
+) -> Artifact:
     from accel.converters.onnx_from_tensorflow import TFLITE_INT8_LIMIT, OnnxFromTensorFlowConfig
     from accel.converters.onnx_from_torch import LIMITS, OnnxFromTorchConfig
     from accel.converters.simplify import SimplifyConfig
     from accel.verify.gates import OutputGate
 
     precision = src.properties.get("precision", "fp32")
-    limit = TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision]
-    gates = [OutputGate(limit=limit)]
+    usual = TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision]
+    gates = [OutputGate(limit=limit or usual)]
     stage = _TO_ONNX[src.kind]
     config = OnnxFromTorchConfig(opset=opset) if src.kind == "torch" else OnnxFromTensorFlowConfig(opset=opset)
     if not simplify:
         return run_stage(stage, src, config, gates=gates, out=out, cache=cache)
     exported = run_stage(stage, src, config, gates=gates, cache=cache)
     if precision == "int8":  # what is compared from here on are two ONNX files
-        gates = [OutputGate(limit=LIMITS["fp32"])]
+        gates = [OutputGate(limit=limit or LIMITS["fp32"])]
     return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
 
 
-def _from_onnx(src: Artifact, to: str, cache: StageCache, out: Path) -> Artifact:
+def _from_onnx(src: Artifact, to: str, limit: float | None, cache: StageCache, out: Path) -> Artifact:
     from accel.converters.ncnn_from_onnx import NcnnFromOnnxConfig
     from accel.converters.onnx_from_torch import LIMITS
     from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
     from accel.converters.saved_model_from_onnx import SavedModelFromOnnxConfig, TfliteFromSavedModelConfig
+    from accel.converters.torch_from_onnx import TorchFromOnnxConfig
     from accel.verify.gates import OutputGate
 
-    gates = [OutputGate(limit=LIMITS.get(src.properties.get("precision", "fp32"), LIMITS["fp32"]))]
+    gates = [OutputGate(limit=limit or LIMITS.get(src.properties.get("precision", "fp32"), LIMITS["fp32"]))]
     if to == "ncnn":
         return run_stage("ncnn_from_onnx", src, NcnnFromOnnxConfig(), gates=gates, out=out, cache=cache)
     if to == "openvino":
         return run_stage("openvino_from_onnx", src, OpenVinoFromOnnxConfig(), gates=gates, out=out, cache=cache)
+    if to == "torch":
+        return run_stage("torch_from_onnx", src, TorchFromOnnxConfig(), gates=gates, out=out, cache=cache)
     saved_out = out if to == "saved_model" else None
     saved = run_stage("saved_model_from_onnx", src, SavedModelFromOnnxConfig(), gates=gates, out=saved_out, cache=cache)
     if to == "saved_model":

@@ -195,6 +195,12 @@ def _as_onnx(
     if src.kind == "torch":
         gates = [OutputGate(limit=LIMITS[src.properties.get("precision", "fp32")])]
         return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), gates=gates, cache=cache)
+    if src.kind in ("tensorflow", "tflite"):
+        from accel.converters.onnx_from_tensorflow import TFLITE_INT8_LIMIT, OnnxFromTensorFlowConfig
+
+        precision = src.properties.get("precision", "fp32")
+        gates = [OutputGate(limit=TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision])]
+        return run_stage(f"onnx_from_{src.kind}", src, OnnxFromTensorFlowConfig(), gates=gates, cache=cache)
     if src.kind != "onnx":
         raise UsageError(f"{src.path} is {src.kind} already; give the ONNX file or the source that it was made from")
     if not src.history:

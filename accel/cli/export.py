@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="The .onnx file, or with --to the folder."
 )
-@click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn or openvino.")
+@click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn, openvino, torch.")
 @source_options
 @click.option("--inputs", "graph_inputs", metavar="X:0,...", help="Input tensors of a frozen .pb or a .meta.")
 @click.option("--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta.")
 @click.option("--signature", default="", help="Which signature of a SavedModel (serving_default).")
 @click.option("--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow graph.")
 @click.option("--opset", type=int, help="The opset the file will have, exactly: 20, of an ONNX file its own.")
+@click.option("--limit", type=float, help="Largest relative error of an output (float32: 1e-4).")
 @click.option("--normalize", metavar="MEAN,STD", help="Of pixels in 0..1; one number or one a channel: .5:.4:.3,.2.")
 @click.option("--layout", type=click.Choice(["NHWC", "NCHW"]), help="How images come in.")
 @click.option("--dtype", type=click.Choice(["uint8", "float32", "float16"]), help="What images come in as.")
@@ -48,6 +49,7 @@ def command(
     signature: str,
     strip_training_ops: bool,
     opset: int | None,
+    limit: float | None,
     normalize: str | None,
     layout: str | None,
     dtype: str | None,
@@ -77,6 +79,7 @@ def command(
         signature=signature,
         strip_training_ops=strip_training_ops,
         opset=opset,
+        limit=limit,
         preprocess=_preprocess(normalize, layout, dtype, resize, postprocess),
         simplify=not no_simplify,
         use_cache=not no_cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ def command(model: str, check: bool, page: Path | None, against: str | None, siz
 
 def _human(found: Inspection) -> Any:
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
 
     artifact = found.artifact
@@ -68,6 +70,8 @@ def _human(found: Inspection) -> Any:
         counts = ", ".join(f"{op} {n}" for op, n in list(found.graph["operators"].items())[:12])
         parts.append(f"{found.graph['nodes']} nodes, {found.graph['parameters']:,} parameters: {counts}")
         parts += _cost(found.graph)
+    if find_spec("netron") is not None and artifact.kind in ("onnx", "tflite"):
+        parts.append(escape(f"netron is installed and shows this file as well: netron {artifact.path}"))
     return Group(*parts)
 
 

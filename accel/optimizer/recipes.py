@@ -141,7 +141,7 @@ def _cpu_has_bf16() -> bool:
 def _variants(src: Artifact, target: Target, precision: str, request: Request) -> list[Recipe]:
     options: dict[str, Any] = {"threads": request.threads}
     name = f"{target.name} {precision}"
-    head = _simplify(src)
+    head = [*_in_range(src, target), *_simplify(src)]
     if target.kind == "onnx":
         found = [(name, [*head, *steps]) for name, steps in _onnx_variants(src, target, precision, request)]
         return [
@@ -163,6 +163,17 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
 
 
 Step = tuple[str, StageConfig, float]
+
+
+def _in_range(src: Artifact, target: Target) -> list[Step]:
+    """An opset that the target doesn't take is brought into its range first."""
+    from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
+
+    opset = int(src.properties.get("opset") or target.min_opset)
+    wanted = min(max(opset, target.min_opset), target.max_opset)
+    if wanted == opset:
+        return []
+    return [("onnx_from_onnx", OnnxFromOnnxConfig(opset=wanted), STAGE_LIMITS["simplify"])]
 
 
 def _simplify(src: Artifact) -> list[Step]:

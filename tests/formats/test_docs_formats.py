@@ -1,0 +1,37 @@
+"""The pages docs/tensorflow.md and docs/formats.md do what they say: their Python and their commands run in order."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["tensorflow.md", "formats.md"])
+def test_the_page(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    """Fails if a block of Python raises, or a command doesn't work as written."""
+    monkeypatch.chdir(tmp_path)
+    python, ran = "", 0
+    for language, block in re.findall(r"```(python|console)\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
+        if language == "python":
+            python += block  # what was imported stays so
+            Path("page.py").write_text(python)
+            made = subprocess.run([sys.executable, "-W", "ignore", "page.py"], capture_output=True, text=True)
+            assert made.returncode == 0, made.stderr[-1500:]
+            continue
+        for line in block.splitlines():
+            words = shlex.split(line.removeprefix("$ "))
+            assert words[0] == "accel"
+            fast = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0"] if words[1] == "bench" else []
+            done = cli(*words[1:], *fast, "-q")
+            assert done.code == 0, f"{line}: {done.stderr}"
+            ran += 1
+    assert ran >= 8
