@@ -50,6 +50,7 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
         world=world,
         zero=p.zero,
         tp=p.tp,
+        sequence_parallel=p.sequence_parallel,
         pp=p.pp,
         precision=config.precision.resolved,
         optimizer=_optimizer(config),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from accel.plan.spec import ModelSpec
 
@@ -66,13 +66,23 @@ def _forward(module: torch.nn.Module, sample: Sequence[Any], batch: int) -> tupl
     state: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in _state(module).items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         state[name].requires_grad_(parameter.requires_grad)
-    with mode, FlopCounterMode(display=False) as counter:
+    with mode, count_flops() as counter:
         inputs = [torch.empty((batch, *value.shape), dtype=value.dtype) for value in tensors]
         with SavedBytes(state.values()) as saved:
             kept = torch.func.functional_call(module, state, tuple(inputs))
         held = saved.bytes
         del kept
     return held, float(counter.get_total_flops())
+
+
+def count_flops() -> FlopCounterMode:
+    """Torch's counter, which doesn't know the attention that the CPU runs."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import BadConfig
-from accel.plan.measure import blocks
+from accel.plan.measure import blocks, trial
 from accel.train import context_parallel, tensor_parallel
 from accel.train import loss as losses
 from accel.train.compression import compress
@@ -32,6 +32,7 @@ class Built:
     module: nn.Module
     passes: Passes
     inputs: Sequence[str]
+    flops: float = 0.0  # of one sample, forward and backward; 0 where nobody asked or it can't be known
 
 
 def make_model(spec: str) -> nn.Module:
@@ -52,6 +53,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     torch.manual_seed(config.seed)  # the same weights on every rank
     module = make_model(config.model).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)
+    flops = _flops(module, data) if config.peak_flops and ranks.rank == 0 else 0.0
     if ranks.cp is not None:
         context_parallel.share(module, config, ranks, data)
     recompute(module, p.recompute)
@@ -70,11 +72,19 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     if ranks.pp is not None:
         for stage in stages:
             shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
-        return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs)
+        return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs, flops=flops)
     called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module), hpz=p.hpz)
     if p.qwz or p.qgz:
         set_quantized(called, gather=p.qwz, reduce=p.qgz)
     if isinstance(called, DistributedDataParallel):
         compress(called, p)
     passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)
-    return Built(module=module, passes=passes, inputs=inputs)
+    return Built(module=module, passes=passes, inputs=inputs, flops=flops)
+
+
+def _flops(module: nn.Module, data: Sequence[Any]) -> float:
+    """Of a sample: the backward pass takes twice the forward pass; what is computed again for it doesn't count."""
+    sample = data[0][0]
+    if isinstance(sample, Mapping):
+        return 0.0
+    return 3 * trial(module, tuple(sample) if isinstance(sample, tuple | list) else (sample,))[1]

@@ -137,6 +137,7 @@ class TrainConfig:
     rank 0 every ``evaluate_every`` steps and at the end. Batches are in samples; ``global_batch`` over all ranks is cut
     into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them. ``tensor_parallel``: how
     modules are cut, by name pattern (see ``accel.train.tensor_parallel``). ``compile``: each block by torch.compile.
+    ``peak_flops`` of one rank's device a second (989e12 for an H100 in bf16) makes the log say the MFU.
     ``hang_seconds`` without a step stop the run, and the rank that hangs is named (0: never).
     """
 
@@ -154,6 +155,8 @@ class TrainConfig:
     log_every: int = 10
     loader_processes: int = 0
     hang_seconds: float = 1800.0
+    peak_flops: float = 0.0
+    tensorboard: bool = False
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

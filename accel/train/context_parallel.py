@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -107,7 +108,10 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
             reason = " ".join(str(error).split())[:200]
             raise BadConfig(f"the model can't be run with its sequence cut after {name} ({reason}); {_FIX}") from error
     module.train()
-    if found.shape != expected.shape or not torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3):
+    right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
+    wrong = torch.tensor(float(not right), device=ranks.device)
+    dist.all_reduce(wrong, group=mesh.get_group())  # the first part of a sequence may be right where another isn't
+    if wrong:
         raise BadConfig(f"with its sequence cut after {name}, the model gives something else; {_FIX}")
 
 

@@ -78,6 +78,7 @@ def train(
             _follow(process, out, config.hang_seconds)
         except BaseException:
             _end(process)
+            watchdog.end(out)
             raise
     if process.returncode:
         raise first_errors(out, nproc, process.returncode)
@@ -153,8 +154,9 @@ def _tell(body: dict[str, Any]) -> None:
         report(body["note"])
         return
     loss = "nan" if body["loss"] is None else f"{body['loss']:.4f}"
+    mfu = f"  MFU {body['mfu']:.1%}" if "mfu" in body else ""
     report(
-        f"step {body['step']}/{body['steps']}  loss {loss}  {body['targets_per_second']:,.0f} targets/s  "
+        f"step {body['step']}/{body['steps']}  loss {loss}  {body['targets_per_second']:,.0f} targets/s{mfu}  "
         f"{body['memory_bytes'] / 1e9:.2f} GB  {body['eta_seconds']:.0f} s left",
         body["step"] / body["steps"],
     )

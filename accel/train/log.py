@@ -1,4 +1,4 @@
-"""``log.jsonl``: what a run says about itself while it runs."""
+"""``log.jsonl`` and ``tensorboard/``: what a run says about itself while it runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from typing import Any
 
 import torch
 
+from accel.errors import MissingExtra
 from accel.train.config import TrainConfig
 
 LOG = "log.jsonl"
+BOARD = "tensorboard"
 
 
 class StepLog:
-    """One JSON object every ``log_every`` steps and at the last."""
+    """One JSON object every ``log_every`` steps and at the last, and the same as TensorBoard scalars where the config
+    asks for them. ``flops``: of a whole step at the machine's ``peak`` a second, for the MFU (0: unknown)."""
 
-    def __init__(self, path: Path, config: TrainConfig, step: int) -> None:
+    def __init__(self, path: Path, config: TrainConfig, step: int, *, flops: float = 0.0, peak: float = 0.0) -> None:
         self.path, self.config = path, config
+        self.flops, self.peak = flops, peak
+        self.board: Any = _board(path.with_name(BOARD)) if config.tensorboard else None
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -40,6 +45,13 @@ class StepLog:
             "eta_seconds": (self.config.steps - step) * seconds / steps,
             "memory_bytes": _memory(),
         }
+        if self.flops and self.peak:
+            body["mfu"] = self.flops * steps / (seconds * self.peak)
+        if self.board is not None:
+            for name, value in body.items():
+                if name not in ("step", "steps") and value is not None:
+                    self.board.add_scalar(name, value, step)
+            self.board.flush()
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
         self._write(body)
 
@@ -50,6 +62,14 @@ class StepLog:
     def _write(self, body: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(body) + "\n")
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra("tensorboard", "train") from error
+    return SummaryWriter(str(folder))
 
 
 def _memory() -> int:

@@ -67,7 +67,7 @@ class Trainer:
         """Train to ``config.steps``; what happened: steps, the last loss, metrics, seconds."""
         self.resume()
         batches = self.batches()
-        log = StepLog(self.out / LOG, self.config, self.step) if self.ranks.rank == 0 else None
+        log = self._log() if self.ranks.rank == 0 else None
         if log is not None:
             for said in self.checkpoints.damaged:
                 log.note(f"passed over: {said}")
@@ -85,6 +85,10 @@ class Trainer:
         watchdog.beat(self.out)
         self.finish()
         return {"steps": self.step, **last, "metrics": self.metrics}
+
+    def _log(self) -> StepLog:
+        flops, peak = self.built.flops * self.config.global_batch, self.config.peak_flops * self.ranks.world
+        return StepLog(self.out / LOG, self.config, self.step, flops=flops, peak=peak)
 
     def batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank from the current step on."""

@@ -21,10 +21,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils.flop_counter import FlopCounterMode
 
 from accel.errors import BadConfig
-from accel.plan.measure import blocks
+from accel.plan.measure import blocks, count_flops
 from accel.train import loss as losses
 from accel.train.config import TrainConfig
 from accel.train.inputs import call, to_device
@@ -114,7 +113,7 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
         expected = call(module, inputs)
         found, x = [], inputs
         for name in names:
-            with FlopCounterMode(display=False) as counter:
+            with count_flops() as counter:
                 x = call(module.get_submodule(name), x)
             found.append(float(counter.get_total_flops()))
     except BadConfig:

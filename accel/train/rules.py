@@ -84,6 +84,7 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
     not_negative = {
         "evaluate_every": config.evaluate_every,
         "hang_seconds": config.hang_seconds,
+        "peak_flops": config.peak_flops,
         "loader_processes": config.loader_processes,
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.clip": config.optimizer.clip,

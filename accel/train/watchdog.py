@@ -55,11 +55,7 @@ def silent_for(out: Path) -> float:
 
 def who_hangs(out: Path) -> str:
     """The ranks of this machine that don't wait for another one, and where they are, in words."""
-    pids = {}
-    for file in sorted((out / STACKS).glob("rank-*.pid")):
-        host, _, pid = file.read_text().partition(" ")
-        if host == socket.gethostname() and pid.isdigit():
-            pids[int(file.stem.partition("-")[2])] = int(pid)
+    pids = _here(out)
     for number in pids.values():
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGUSR1)
@@ -74,6 +70,23 @@ def who_hangs(out: Path) -> str:
     hangs = [f"rank {rank} doesn't answer (stopped, or stuck in native code)" for rank in pids if rank not in said]
     hangs += [f"rank {rank} is {where}" for rank, text in said.items() if (where := _outside_torch(text))]
     return ", ".join(hangs) or "every rank waits for another one: the collectives don't fit together"
+
+
+def end(out: Path) -> None:
+    """Kill what is left of this machine's ranks: torchrun asks its ranks to go, and a stopped one doesn't listen."""
+    for pid in _here(out).values():
+        with suppress(OSError):
+            if str(out) in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _here(out: Path) -> dict[int, int]:
+    pids = {}
+    for file in sorted((out / STACKS).glob("rank-*.pid")):
+        host, _, pid = file.read_text().partition(" ")
+        if host == socket.gethostname() and pid.isdigit():
+            pids[int(file.stem.partition("-")[2])] = int(pid)
+    return pids
 
 
 def _outside_torch(stack: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from accel.examples.gpt import GPT, GPTConfig
 
@@ -24,6 +26,53 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
         targets[: (index * 5) % (LENGTH - 1)] = -100  # uneven: 1 to 16 counted targets a sample
         found.append((ids, targets))
     return found
+
+
+class _Rotary(torch.nn.Module):
+    """A block that nothing in accel knows: RMS norm, rotary positions, grouped queries, gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = partial(torch.nn.Linear, bias=False)
+        self.norm_in, self.norm_mid = torch.nn.RMSNorm(32), torch.nn.RMSNorm(32)
+        self.q, self.k, self.v, self.o = linear(32, 32), linear(32, 16), linear(32, 16), linear(32, 32)
+        self.gate, self.up, self.down = linear(32, 64), linear(32, 64), linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_in(x)
+        q, k, v = (part(y).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        angle = torch.arange(q.shape[2])[:, None] / 10.0 ** torch.arange(0, 4)
+
+        def turned(z: torch.Tensor) -> torch.Tensor:
+            a, b = z.chunk(2, -1)
+            return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+
+        y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        y = self.norm_mid(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class _Decoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 32)
+        self.layers = torch.nn.ModuleList(_Rotary() for _ in range(2))
+        self.norm = torch.nn.RMSNorm(32)
+        self.lm_head = torch.nn.Linear(32, VOCABULARY, bias=False)
+        torch.nn.init.normal_(self.embed.weight, std=0.1)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def decoder() -> torch.nn.Module:
+    """Somebody's own transformer, its embeddings tied."""
+    return _Decoder()
 
 
 def odd_data() -> list[tuple[torch.Tensor, torch.Tensor]]:

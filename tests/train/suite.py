@@ -34,6 +34,19 @@ PLAN = {
     "head": "vocabulary",
 }
 
+# For ``small.py:decoder``.
+OWN_PLAN = {
+    "embed": "vocabulary",
+    "layers.*.norm_*": "sequence",
+    "layers.*.[qkv]": "column",
+    "layers.*.o": "row",
+    "layers.*.gate": "column",
+    "layers.*.up": "column",
+    "layers.*.down": "row",
+    "norm": "sequence",
+    "lm_head": "vocabulary",
+}
+
 # name -> overrides. All of them see the same global batches as one process does.
 ROWS: dict[str, list[str]] = {
     "ZeRO 0 (DDP)": ["parallel.zero=0"],
@@ -55,12 +68,17 @@ ROWS: dict[str, list[str]] = {
     "ZeRO 3, fp16 with master weights (O2)": ["parallel.zero=3", "precision.mode=O2", "precision.loss_scale=1024"],
     "ZeRO 3, fp16-only (O3)": ["parallel.zero=3", "precision.mode=O3", "precision.loss_scale=1024"],
 }  # fmt: skip
+OWN_MODEL = f"model={HERE}:decoder"
 # Rows of one world size.
 ONLY: dict[int, dict[str, list[str]]] = {
     2: {
         "TP 2, sequence parallel": ["parallel.tp=2"],
         "TP 2, no sequence parallel": ["parallel.tp=2", "parallel.sequence_parallel=false"],
         "TP 2, accumulation, clipping": ["parallel.tp=2", "micro_batch=1", "optimizer.clip=0.1"],
+        "TP 2, another decoder": [OWN_MODEL, "parallel.tp=2"],
+        "TP 2, another decoder, no sequence parallel": [
+            OWN_MODEL, "parallel.tp=2", "parallel.sequence_parallel=false",
+        ],
         "TP 2, a loss of one's own": ["parallel.tp=2", f"loss={HERE}:own_loss"],
         "PP 2, GPipe": ["parallel.pp=2", "parallel.pipeline=gpipe"],
         "PP 2, 1F1B, clipping": ["parallel.pp=2", "micro_batch=1", "optimizer.clip=0.1"],
@@ -86,6 +104,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "ZeRO 3, qgZ (int8 reduction)": ["parallel.zero=3", "parallel.qgz=true"],
         "ZeRO 3, hpZ 2, qwZ, qgZ": ["parallel.zero=3", "parallel.hpz=2", "parallel.qwz=true", "parallel.qgz=true"],
         "TP 2 x ZeRO 0": ["parallel.tp=2"],
+        "TP 2 x ZeRO 3, another decoder": [OWN_MODEL, "parallel.tp=2", "parallel.zero=3"],
         "TP 2 x ZeRO 1, accumulation": ["parallel.tp=2", "parallel.zero=1", "micro_batch=1"],
         "TP 2 x ZeRO 3, clipping": ["parallel.tp=2", "parallel.zero=3", "optimizer.clip=0.1"],
         "TP 2 x ZeRO 3, full recomputation": ["parallel.tp=2", "parallel.zero=3", "parallel.recompute=full"],
@@ -156,6 +175,8 @@ def config(overrides: list[str]) -> TrainConfig:
 
     for text in overrides:
         override(body, text)
+    if body["model"].endswith(":decoder"):
+        body["tensor_parallel"] = OWN_PLAN
     return TrainConfig.from_dict(body)
 
 
@@ -260,6 +281,7 @@ def _refused(folder: Path) -> dict[str, str]:
     for name, plan, overrides in (
         ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
         ("odd length", PLAN, [f"data={HERE}:odd_data"]),
+        ("turned after the cut", {}, [OWN_MODEL, "parallel.tp=1", "parallel.cp=2"]),
         ("cut too late", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=blocks.0"]),
         ("cut too early", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=embed.tokens"]),
         ("wrong chain", PLAN, [f"model={HERE}:wrong_chain", "parallel.tp=1", "parallel.pp=2"]),

@@ -332,6 +332,8 @@ def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
     with pytest.raises(TrainingFailed, match=rf"no step in 15 s: rank 1 {where}") as caught:
         train(config, tmp_path / "run", nproc=2)
     assert "rank 0" not in str(caught.value)
+    left = [f for f in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(f) and "train.rank" in _read(f)]
+    assert not left
 
 
 @pytest.mark.slow
@@ -355,3 +357,26 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+@pytest.mark.slow
+def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
+    """Fails if the MFU isn't what the model's products take of the peak, or the TensorBoard file lacks a step."""
+    config = _config(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
+    train(config, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    # 2 FLOPs a weight of a product and position, three products in the MLP and attention of 3 blocks, and the head;
+    # attention itself: 2 products of s x s x h in each block.
+    forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
+    for row in rows:
+        assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = [
+        (event.step, value.tensor.float_val[0])
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+        if value.tag == "loss"
+    ]
+    assert found == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows]
