@@ -121,6 +121,27 @@ def quantize(kernels: Any, source: str, dtype: str) -> float:
     return 0.0 if same and torch.equal(scale.nan_to_num(-1), right_scale.nan_to_num(-1)) else float("inf")
 
 
+def plugin(dtype: str, bias: bool, residual: bool, transposed: bool) -> float:
+    """The kernels as TensorRT calls them: inputs, then M, N and K, then the output."""
+    from accel.kernels import triton_plugin
+
+    g = torch.Generator().manual_seed(5)
+    m, n, k = 37, 45, 53
+    epilogue = EpilogueSpec(act="silu", out_dtype=dtype, bias=bias, residual=residual)
+    spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue)
+    a, b = random(g, dtype, m, k), random(g, dtype, *((n, k) if transposed else (k, n)))
+    made = {"bias": random(g, dtype, n), "residual": random(g, dtype, m, n)}
+    operands = {name: made[name] for name in epilogue.operands}
+    out = torch.empty(m, n, dtype=TORCH_DTYPES[dtype])
+    constants = {"ACT": "silu", "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "TRANSPOSED": transposed}
+    constants |= {"BM": 32, "BN": 32, "BK": 16, "GROUP": 2, "UPCAST": dtype == "bf16"}
+    kernel = getattr(triton_plugin, f"gemm_plugin_{len(operands)}")
+    kernel[(4,)](a, b, *operands.values(), m, n, k, out, **constants)
+    dense = b.t() if transposed else b
+    exact = reference.gemm_torch(spec, a, dense, operands)
+    return worst(out, exact, reference.gemm_bound(spec, a, dense, operands) * (2 if dtype == "bf16" else 1))
+
+
 def worst(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
     ratio = (got.double() - exact).abs() / bound
     return float("inf") if bool(ratio.isnan().any()) else float(ratio.max())
@@ -141,6 +162,9 @@ def cases(kernels: Any) -> dict[str, Any]:
                 found[f"{config.name} {dtype}"] = (conv, (kernels, config.name, dtype, ACT[dtype], tap))
     for act in ACTS:
         found[f"acts {act}"] = (gemm, (kernels, "gemm_128x128", "fp16", (20, 33, 17), act, "fp32", True))
+    for bias, residual in ((False, False), (True, False), (False, True), (True, True)):
+        words = " ".join(["bias"] * bias + ["residual"] * residual)
+        found[f"plugin {words}"] = (plugin, ("bf16" if residual else "fp16", bias, residual, bias == residual))
     for source in ("fp16", "bf16", "fp32"):
         for dtype in ("int8", "fp8_e4m3"):
             found[f"quantize {source} {dtype}"] = (quantize, (kernels, source, dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,6 +46,8 @@ class Library:
     """
 
     def __init__(self, path: Path) -> None:
+        if not _is_whole(path):
+            raise BuildFailed(f"{path} is not a whole kernel library; run accel kernels build again")
         try:
             self._library = ctypes.CDLL(str(path))
             version = int(self._library.accel_abi_version())
@@ -137,3 +140,19 @@ class Library:
         if status in NOT_HERE:
             raise UnsupportedHere(self.message(status))
         raise BuildFailed(self.message(status))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is a shared library to its end: loading a truncated one kills the process (SIGBUS)."""
+    try:
+        with path.open("rb") as stream:
+            header = stream.read(64)
+        size = path.stat().st_size
+    except OSError:
+        return False
+    if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # 64-bit
+        return False
+    # The table of sections stands at the end: its offset, the size of an entry and their number (ELF-64, figure 2).
+    (offset,) = struct.unpack_from("<Q", header, 0x28)
+    entry, number = struct.unpack_from("<HH", header, 0x3A)
+    return bool(offset + entry * number <= size)

@@ -20,7 +20,7 @@ def test_the_symlinks_are_tracked_as_links() -> None:
 
 
 def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
-    """Fails if a module of a linked folder or py.typed is left out of the wheel, or a folder lands at the top."""
+    """Fails if a module of a linked folder, a CUDA source or py.typed is left out, or a folder lands at the top."""
     checkout = tmp_path / "checkout"  # a build leaves its folders where it runs
     checkout.mkdir()
     for name in ("accel", "converters", "kernels", "serve"):
@@ -32,7 +32,9 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     wheel = next(tmp_path.glob("accel_toolchain-*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"accel"}
-    for path in [*ROOT.glob("converters/*.py"), *ROOT.glob("accel/*/*.py")]:
+    sources = [*ROOT.glob("accel/kernels/csrc/*.*"), *ROOT.glob("accel/kernels/csrc/cutlass/*.*")]
+    assert len(sources) > 10
+    for path in [*ROOT.glob("converters/*.py"), *ROOT.glob("accel/*/*.py"), *sources]:
         inside = path.relative_to(ROOT)
         expected = inside if inside.parts[0] == "accel" else Path("accel") / inside
         assert str(expected) in names, expected

@@ -7,6 +7,7 @@ its error code, the cache takes an old library for changed sources, or a machine
 
 from __future__ import annotations
 
+import _ctypes
 import json
 import os
 import shutil
@@ -202,6 +203,12 @@ def test_no_nvcc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "libaccel_kernels.so").write_bytes(b"not a library")
+    """A truncated one would end the process in dlopen, one of another program lacks the interface."""
+    file = tmp_path / "libaccel_kernels.so"
+    other = Path(_ctypes.__file__).read_bytes()
+    for content in (b"not a library", b"", other[:20000], other[:-1], other):
+        file.write_bytes(content)
+        with pytest.raises(BuildFailed, match="run accel kernels build again"):
+            Library(file)
     with pytest.raises(BuildFailed, match="run accel kernels build again"):
-        Library(tmp_path / "libaccel_kernels.so")
+        Library(tmp_path / "not there.so")

@@ -7,6 +7,7 @@ a GPU, and where a wrong call gets anything but its error code.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -159,11 +160,14 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, sources in (("old", "0" * 64), ("new", build.sources_digest())):
+    # The one of other sources is the newer file: what was switched to and built before is not what is here now.
+    for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()
         (folder / build.LIBRARY).write_bytes(b"x")
         (folder / build.RECORD).write_text(f'{{"sources": "{sources}", "archs": ["sm_90a"]}}')
+    later = (tmp_path / "new" / build.RECORD).stat().st_mtime + 60
+    os.utime(tmp_path / "old" / build.RECORD, (later, later))
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / build.RECORD).write_text("{")
     assert build.find_library(tmp_path) == tmp_path / "new" / build.LIBRARY

@@ -14,12 +14,24 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper
 
 import accel
 from accel.artifact import Artifact
 from accel.errors import UnsupportedHere
 from accel.kernels.onnx_function import DOMAIN
 from accel.optimizer.recipes import Request, recipes, targets_for
+from accel.target import TARGETS, Target
+
+
+@pytest.fixture
+def my_softmax(tmp_path: Path) -> Path:
+    """A model with nothing to fuse."""
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Softmax", ["x"], ["y"])], "g", value[:1], value[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, tmp_path / "softmax.onnx")
+    return tmp_path / "softmax.onnx"
 
 
 def fused_nodes(path: Path) -> Counter[str]:
@@ -61,15 +73,15 @@ def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
     assert np.linalg.norm(got - wanted) <= 1e-4 * np.linalg.norm(wanted)
 
 
-def request(target: str, **options: Any) -> Request:
+def request(*targets: Target, **options: Any) -> Request:
     options = {"precisions": None, "data": None, "samples": 0, "threads": 1, "kernels": True, **options}
-    return Request(targets=targets_for(target), **options)
+    return Request(targets=targets, **options)
 
 
 def test_openvino_has_no_kernels(digits: Artifact) -> None:
     with pytest.raises(UnsupportedHere, match="OpenVINO doesn't take accel's fused operators; leave --kernels out"):
-        recipes(digits, request("openvino"))
-    made, left_out = recipes(digits, request("auto"))
+        recipes(digits, request(TARGETS["openvino"]))
+    made, left_out = recipes(digits, request(*targets_for("auto")))
     assert [recipe.name for recipe in made if recipe.target.name == "ort-cpu"] == ["ort-cpu fp32"]
     reasons = {item.name: item.reason for item in left_out}
     assert "leave --kernels out" in reasons["openvino fp32"]
@@ -78,8 +90,21 @@ def test_openvino_has_no_kernels(digits: Artifact) -> None:
 
 def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
     """After the cast: the functions then carry the dtype that the products really have."""
-    made, _ = recipes(digits, request("tensorrt-rtx"))
+    made, _ = recipes(digits, request(*(TARGETS[name] for name in ("tensorrt-rtx", "tensorrt", "ort-cuda"))))
     steps = {recipe.name: [stage for stage, *_ in recipe.stages] for recipe in made}
-    assert steps["tensorrt-rtx fp32"][-2:] == ["fuse_kernels", "engine_from_onnx"]
-    assert steps["tensorrt-rtx fp16"][-3:] == ["cast", "fuse_kernels", "engine_from_onnx"]
-    assert "tensorrt-rtx int8" not in steps
+    for name in ("tensorrt-rtx", "tensorrt"):
+        assert steps[f"{name} fp32"][-2:] == ["fuse_kernels", "engine_from_onnx"]
+        assert steps[f"{name} fp16"][-3:] == ["cast", "fuse_kernels", "engine_from_onnx"]
+        assert f"{name} int8" not in steps
+    assert steps["ort-cuda fp32"][-1:] == ["fuse_kernels"]
+    assert steps["ort-cuda fp16"][-2:] == ["cast", "fuse_kernels"]
+    plain, _ = recipes(digits, request(TARGETS["tensorrt-rtx"], kernels=False))
+    assert not any(stage == "fuse_kernels" for recipe in plain for stage, *_ in recipe.stages)
+
+
+def test_a_model_without_products_is_not_called_fused(my_softmax: Path, tmp_path: Path) -> None:
+    """The candidate is made, its record says that nothing was fused, and the model is the same."""
+    result = accel.optimize(my_softmax, out=tmp_path / "out", target="ort-cpu", kernels=True, rounds=5)
+    assert fused_nodes(result.artifact.path) == Counter()
+    fused = next(record for record in result.artifact.history if record["name"] == "fuse_kernels")
+    assert fused["notes"]["fused"] == 0

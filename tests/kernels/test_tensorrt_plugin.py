@@ -1,0 +1,144 @@
+"""The TensorRT quick plugin, as far as no TensorRT is needed: its kernels' PTX, their parameters, their launch.
+
+These fail where the PTX of a variant doesn't assemble, has no tensor-core product, takes its parameters in another
+order than TensorRT passes them (inputs, M, N, K, output) or more than it passes, where the kernels compute something
+else than the reference (in the interpreter), or where grid and scalars don't follow from the shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from onnx import TensorProto
+
+pytest.importorskip("triton", reason="needs the extra [kernels]")
+
+import triton
+
+from accel.errors import BuildFailed, MissingExtra, UnsupportedHere
+from accel.kernels import interpret, tensorrt_plugin
+from accel.kernels.onnx_function import FusedGemm
+from accel.kernels.tensorrt_plugin import compile_kernel, register, without_scratch
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+def function(product: str, bias: bool, residual: bool, dtype: int = TensorProto.FLOAT16) -> FusedGemm:
+    return FusedGemm(product=product, act="gelu_erf", bias=bias, residual=residual, dtype=dtype)
+
+
+@pytest.mark.parametrize(("bias", "residual"), list(itertools.product([False, True], repeat=2)))
+def test_the_ptx_assembles_and_takes_what_tensorrt_passes(bias: bool, residual: bool, tmp_path: Path) -> None:
+    kernel = compile_kernel(function("gemm_nt", bias, residual, TensorProto.BFLOAT16 if bias else TensorProto.FLOAT16))
+    assert "mma.sync" in kernel.ptx
+    entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
+    assert entry is not None
+    assert entry[1] == kernel.name
+    kinds = ["pointer" if ".u64" in line else "integer" for line in entry[2].split(",")]
+    assert kinds == ["pointer"] * (2 + bias + residual) + ["integer"] * 3 + ["pointer"]
+    source = tmp_path / "kernel.ptx"
+    source.write_text(kernel.ptx)
+    for arch in ("sm_80", "sm_90", "sm_120"):
+        subprocess.run([PTXAS, f"-arch={arch}", source, "-o", tmp_path / "kernel.cubin"], check=True)
+
+
+@pytest.mark.proof
+def test_the_kernels_are_right_in_the_interpreter() -> None:
+    found = interpret.run(case="plugin")
+    assert len(found) == 4
+    assert {name for name, value in found.items() if not value <= 1} == set()
+
+
+def test_what_reads_scratch_memory_is_no_plugin() -> None:
+    parameters = ".param .u64 k_param_0,\n\t.param .u64 k_param_1"
+    ptx = f".visible .entry k(\n\t{parameters}\n)\n{{\nld.param.b64 %rd1, [k_param_0];\n}}"
+    assert without_scratch(ptx, 1) == ptx.replace(",\n\t.param .u64 k_param_1", "")
+    with pytest.raises(BuildFailed, match="scratch memory"):
+        without_scratch(ptx.replace("[k_param_0]", "[k_param_1]"), 1)
+
+
+def test_a_function_with_scales_has_no_plugin() -> None:
+    scaled = FusedGemm(
+        product="gemm_nn", act="none", bias=True, residual=False, dtype=TensorProto.FLOAT16, row_scale=True
+    )
+    with pytest.raises(UnsupportedHere, match="leave it unregistered"):
+        compile_kernel(scaled)
+
+
+def test_without_tensorrt_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_plugin.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(MissingExtra, match=r"accel-toolchain\[tensorrt\]"):
+        register(function("matmul", True, False))
+
+
+class Descriptor:
+    """A tensor as TensorRT describes it, its sizes plain numbers."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape_expr = list(shape)
+
+    def like(self) -> Descriptor:
+        return Descriptor(*self.shape_expr)
+
+
+class Scalars(list[Any]):
+    """``SymIntExprs``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__([None] * size)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A stand-in for ``tensorrt.plugin`` that keeps what is registered: the arithmetic of grid and shapes is tested
+    with it, not TensorRT."""
+    kept: dict[str, Any] = {}
+    plugin = ModuleType("tensorrt.plugin")
+    plugin.__dict__.update(
+        TensorDesc=Descriptor,
+        KernelLaunchParams=SimpleNamespace,
+        SymIntExprs=Scalars,
+        SymInt32=int,
+        cdiv=lambda a, b: -(-a // b),
+        register=lambda name: lambda made: kept.__setitem__(f"{name} shapes", made),
+        aot_impl=lambda name: lambda made: kept.__setitem__(f"{name} kernel", made),
+    )
+    package = ModuleType("tensorrt")
+    package.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
+    package.__dict__["plugin"] = plugin
+    monkeypatch.setitem(sys.modules, "tensorrt", package)
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", plugin)
+    return kept
+
+
+@pytest.mark.parametrize("product", ["matmul", "gemm_nt"])
+def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
+    """(3, 50, 96) times (96, 130): 150 rows, 130 columns, tiles of 64x64."""
+    name = register(function(product, True, True))
+    assert name == f"accel::FusedGemm_{product}_bias_gelu_erf_residual_fp16"
+    a = Descriptor(150, 96) if product == "gemm_nt" else Descriptor(3, 50, 96)
+    b = Descriptor(130, 96) if product == "gemm_nt" else Descriptor(96, 130)
+    inputs = (a, b, Descriptor(130), Descriptor(*a.shape_expr[:-1], 130))
+    out = registered[f"{name} shapes"](*inputs)
+    assert out.shape_expr == [*a.shape_expr[:-1], 130]
+    # TensorRT reads the inputs from the signatures, and refuses a kernel's without these two and the four results.
+    names = ["a", "b", "bias", "residual"]
+    shapes, launched = (inspect.signature(registered[f"{name} {what}"]) for what in ("shapes", "kernel"))
+    assert list(shapes.parameters) == names
+    assert {p.annotation for p in shapes.parameters.values()} == {shapes.return_annotation} == {Descriptor}
+    assert list(launched.parameters) == [*names, "outputs", "tactic"]
+    assert len(launched.return_annotation.__args__) == 4
+    kernel, ptx, launch, scalars = registered[f"{name} kernel"](*inputs, (out,), 0)
+    assert f".entry {kernel}(" in ptx
+    assert scalars == [150, 130, 96]
+    assert (launch.grid_x, launch.block_x) == (3 * 3, 128)
