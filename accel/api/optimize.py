@@ -19,7 +19,7 @@ from accel.optimizer.recipes import UNMEASURED_ORDER, NotTried, Recipe, Request,
 from accel.progress import report
 from accel.sources import MAIN_FILES, REPORT, open_source
 from accel.stage import run_stage, versions
-from accel.verify.data import Dataset
+from accel.verify.data import Dataset, widened
 from accel.verify.gates import OutputGate, gate_runtime
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ def optimize(
         cache = open_cache(stack, use_cache)
         src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, cache)
         calibration = Path(data) if data else None
+        for given in (calibration, Path(eval_data) if eval_data else None):
+            src = widened(src, given, dict(dims or {}))
         samples = _calibration_samples(calibration, src)
         request = Request(
             targets=targets_for(target),
