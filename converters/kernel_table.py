@@ -47,6 +47,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def fusions(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The kernels by what became of their ONNX nodes: ``fused`` (several nodes in one kernel, the largest first),
+    ``alone`` (one node, one kernel), ``split`` (nodes that need several kernels, each row listing them under
+    ``kernels``) and ``added`` (kernels that stand for no node: reformats, copies)."""
+    homes: dict[str, list[str]] = {}
+    for row in rows:
+        for name in row["onnx"]:
+            homes.setdefault(name, []).append(row["name"])
+    several = {name: kernels for name, kernels in homes.items() if len(kernels) > 1}
+    fused = [row for row in rows if len(row["onnx"]) > 1]
+    return {
+        "fused": sorted(fused, key=lambda row: -len(row["onnx"])),
+        "alone": [row for row in rows if len(row["onnx"]) == 1],
+        "split": [{"node": name, "kernels": kernels} for name, kernels in several.items()],
+        "added": [row for row in rows if not row["onnx"]],
+    }
+
+
 def _split_sides(rest: str) -> tuple[str, str]:
     """What stands under Inputs and under Outputs; brackets nest, hence the names that follow them as borders."""
     inputs = rest.partition("Inputs: ")[2].partition("], Constants: ")[0].partition("], Outputs: ")[0]

@@ -14,6 +14,7 @@ from accel.errors import BadData, BadSource, UnknownName, UsageError
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.sources import main_file, open_source
 from accel.sources.tensorflow_source import saved_model_file
+from accel.verify.data import widened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,9 +78,11 @@ def bench(
             ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
         raise UsageError(f"{also[0]} runs PyTorch sources and none was given; name one with --against")
+    samples = Path(data) if data else None
+    first = widened(ready[0].artifact, samples, dict(dims or {}))
     return measure(
         ready,
-        _feeds(ready[0].artifact, sizes or {}, Path(data) if data else None, seed),
+        _feeds(first, sizes or {}, samples, seed),
         rounds=rounds,
         block_seconds=block_seconds,
         budget_seconds=budget_seconds,

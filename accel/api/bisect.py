@@ -76,8 +76,10 @@ def bisect(
     """
     from accel.sources.onnx_file import read_proto
     from accel.verify.bisect import Bisection
+    from accel.verify.data import widened
 
     first, second = _open(reference, dims), _open(candidate, None)
+    first = widened(first, Path(data) if data else None, dict(dims or {}))
     for role, ours, theirs in (
         ("inputs", first.signature.inputs, second.signature.inputs),
         ("outputs", first.signature.outputs, second.signature.outputs),

@@ -15,13 +15,15 @@ from accel.verify.chain import Link, check_chain
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """``chain`` is empty where it wasn't asked for; ``intact`` is None then, and False where a hash doesn't hold."""
+    """``chain`` is empty where it wasn't asked for; ``intact`` is None then, and False where a hash doesn't hold.
+    ``kernels``: of an engine, in the order they run: name, type, dtypes, and the ONNX nodes that went into each."""
 
     artifact: Artifact
     bytes: int
     chain: tuple[Link, ...] = ()
     intact: bool | None = None
     graph: dict[str, Any] = field(default_factory=dict)
+    kernels: tuple[dict[str, Any], ...] = ()
 
     @property
     def changed(self) -> list[Link]:
@@ -36,6 +38,7 @@ class Inspection:
             "signature": artifact.signature.to_json(),
             "properties": dict(artifact.properties),
             "graph": self.graph,
+            "kernels": list(self.kernels),
             "source": dict(artifact.source),
             "stages": [dict(record) for record in artifact.history],
             "session": dict(artifact.manifest.session) if artifact.manifest else {},
@@ -70,10 +73,12 @@ def inspect(
     if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
         intact = False  # the artifact's own files have to be there
     graph = _operators(artifact, sizes) if artifact.kind == "onnx" and intact is not False else {}
+    notes = artifact.history[-1]["notes"] if artifact.kind == "engine" and artifact.history else {}
+    kernels = tuple(notes.get("kernels", ()))
     if page is not None:
         others = [open_source(against)] if against is not None else []
         _write_page([artifact, *others], Path(page), sizes)
-    return Inspection(artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph)
+    return Inspection(artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph, kernels=kernels)
 
 
 def _open_unchecked(path: Path) -> Artifact:

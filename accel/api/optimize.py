@@ -15,11 +15,12 @@ from accel.bench.environment import available_cores
 from accel.cache import StageCache
 from accel.errors import AccelError, CannotWrite, NothingPassed, UnsupportedHere, UsageError
 from accel.optimizer.judge import Judge, Judgement, Metric
+from accel.optimizer.label_metric import read_labels
 from accel.optimizer.recipes import UNMEASURED_ORDER, NotTried, Recipe, Request, precisions_for, recipes, targets_for
 from accel.progress import report
 from accel.sources import MAIN_FILES, REPORT, open_source
 from accel.stage import run_stage, versions
-from accel.verify.data import Dataset
+from accel.verify.data import Dataset, widened
 from accel.verify.gates import OutputGate, gate_runtime
 from accel.verify.runs import check_runs
 
@@ -95,6 +96,8 @@ def optimize(
     data: str | Path | None = None,
     eval_data: str | Path | None = None,
     metric: str | Metric | None = None,
+    labels: str | Path | None = None,
+    label_metric: str | None = None,
     max_drop: float = 0.01,
     profiles: Sequence[str] = (),
     compute_capabilities: Sequence[str] = (),
@@ -113,8 +116,10 @@ def optimize(
     ``model``: an ONNX file, an artifact, or a PyTorch source (exported first). ``target``: ``auto`` (whatever this
     machine can run) or a name from ``Target``. ``precision``: only these. ``data``: samples (.npz, or a folder of them)
     for calibration and comparison. ``metric``: ``module:function`` or a function, ``f(outputs, data) -> float``, higher
-    is better, computed on ``eval_data`` (default ``data``). ``max_drop``: how much worse than the source it may be:
-    relative loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``:
+    is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with one label for
+    each sample; ``label_metric``: ``top1`` (default for integers), ``top5`` or ``spearman`` (default for floats).
+    ``max_drop``: how much worse than the source it may be: relative loss of the metric, or without one 1 minus the mean
+    cosine similarity of the outputs. ``profiles``:
     optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1).
     ``kernels``: only candidates whose products are fused into accel's operators; the best of them is taken also where
@@ -129,10 +134,18 @@ def optimize(
     _check_out(folder, source_text)
     if not 0 <= max_drop < 1:
         raise UsageError(f"a drop of {max_drop} makes no sense; give a fraction such as 0.01 for one percent")
+    if labels is None and label_metric is not None:
+        raise UsageError(f"{label_metric} compares with labels; pass --labels")
+    if labels is not None:
+        if metric is not None:
+            raise UsageError("labels bring their own metric; give either --metric or --labels")
+        metric = read_labels(Path(labels), label_metric)
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
         src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, cache)
         calibration = Path(data) if data else None
+        for given in (calibration, Path(eval_data) if eval_data else None):
+            src = widened(src, given, dict(dims or {}))
         samples = _calibration_samples(calibration, src)
         request = Request(
             targets=targets_for(target),

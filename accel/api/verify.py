@@ -61,9 +61,11 @@ def verify(
     Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit.
     """
     from accel.runtimes.base import open_session
+    from accel.verify.data import widened
     from accel.verify.gates import cast_feeds, gate_runtime
 
     first = open_source(reference, inputs=inputs, dims=dims)
+    first = widened(first, Path(data) if data else None, dict(dims or {}))
     second = open_source(candidate, inputs=inputs if str(candidate).endswith(".py") else None)
     for artifact in (first, second):
         if gate_runtime(artifact) is None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "preflight": ("accel.cli.preflight", "List what an engine build will refuse of an ONNX model, and mend it."),
     "bisect": ("accel.cli.bisect", "Find the first node at which two ONNX models part."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
+    "reproduce": ("accel.cli.reproduce", "Make an artifact again from its source and compare, stage by stage."),
     "serve": ("accel.cli.serve", "Serve a repository of models over gRPC and HTTP, as Triton does."),
     "infer": ("accel.cli.infer", "Ask a served model: arrays in, table or JSON out."),
     "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check what is proven here."),

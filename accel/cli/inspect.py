@@ -42,7 +42,7 @@ def _human(found: Inspection) -> Any:
     from rich.table import Table
 
     artifact = found.artifact
-    properties = ", ".join(f"{k} {v}" for k, v in artifact.properties.items())
+    properties = ", ".join(f"{k} {_plain(v)}" for k, v in artifact.properties.items() if k != "profiles")
     lines = [f"{artifact.path}: {artifact.kind}, {found.bytes / 1e6:.1f} MB; {properties}"]
     lines += [f"  in   {spec}" for spec in artifact.signature.inputs]
     lines += [f"  out  {spec}" for spec in artifact.signature.outputs]
@@ -69,6 +69,8 @@ def _human(found: Inspection) -> Any:
     if found.graph:
         counts = ", ".join(f"{op} {n}" for op, n in list(found.graph["operators"].items())[:12])
         parts.append(f"{found.graph['nodes']} nodes, {found.graph['parameters']:,} parameters: {counts}")
+    if found.kernels:
+        parts += _kernels(list(found.kernels))
         parts += _cost(found.graph)
     if find_spec("netron") is not None and artifact.kind in ("onnx", "tflite"):
         parts.append(escape(f"netron is installed and shows this file as well: netron {artifact.path}"))
@@ -95,3 +97,27 @@ def _cost(graph: dict[str, Any]) -> list[Any]:
         nodes.add_row(escape(node["name"]), node["operator"], f"{node['flops'] / 1e6:.2f}", share, shape)
     parts: list[Any] = [escape(text), nodes] if graph["most_expensive"] else [escape(text)]
     return parts + [escape(f"warning: {line}") for line in graph["warnings"]]
+
+
+def _plain(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _kernels(rows: list[dict[str, Any]]) -> list[Any]:
+    """What became of the ONNX nodes: a row a kernel, then what was fused and what wasn't, counted."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from accel.converters.kernel_table import fusions
+
+    table = Table(title="kernels", title_justify="left")
+    for column in ("#", "type", "in", "out", "ONNX nodes"):
+        table.add_column(column, justify="right" if column == "#" else "left", overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        nodes = ", ".join(row["onnx"]) or f"none: {row['name'][:80]}"
+        table.add_row(str(number), row["type"], "+".join(row["inputs"]), "+".join(row["outputs"]), escape(nodes))
+    found = fusions(rows)
+    inside = sum(len(row["onnx"]) for row in found["fused"])
+    said = f"{len(rows)} kernels: {len(found['fused'])} fused from {inside} nodes, {len(found['alone'])} of one node, "
+    said += f"{len(found['added'])} that stand for none; {len(found['split'])} nodes split over several"
+    return [table, said]

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
 @click.option("--eval-data", type=click.Path(path_type=Path), help="What the metric is computed on; by default --data.")
 @click.option("--metric", help="module:function or file.py:function, f(outputs, data) -> float, higher is better.")
+@click.option("--labels", type=click.Path(path_type=Path), help="Instead of a metric: .npz with one label a sample.")
+@click.option("--label-metric", help="top1, top5 or spearman; by default top1 for integers, spearman for floats.")
 @click.option(
     "--max-drop",
     type=float,
@@ -58,6 +60,8 @@ def command(
     data: Path | None,
     eval_data: Path | None,
     metric: str | None,
+    labels: Path | None,
+    label_metric: str | None,
     max_drop: float,
     profiles: tuple[str, ...],
     compute_capabilities: tuple[str, ...],
@@ -85,6 +89,8 @@ def command(
         data=data,
         eval_data=eval_data,
         metric=metric,
+        labels=labels,
+        label_metric=label_metric,
         max_drop=max_drop,
         profiles=profiles,
         compute_capabilities=compute_capabilities,

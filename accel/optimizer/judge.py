@@ -125,6 +125,8 @@ class Judge:
         joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
         try:
             value = float(self.metric(joined, self._arrays()))
+        except UsageError:  # it says itself what has to change
+            raise
         except Exception as error:
             raise raised(f"the metric {self.metric_name}", error) from error
         if not math.isfinite(value):

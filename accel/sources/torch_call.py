@@ -70,7 +70,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
 class NamedModule(torch.nn.Module):
     """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
 
-    An input goes by keyword where ``forward`` has a parameter of that name, else by position.
+    Inputs go by keyword where ``forward`` has parameters of these names, else by position. ``BadInputSpec`` where one
+    of several has another name.
     """
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:
@@ -98,10 +99,23 @@ def script_parameters(module: torch.jit.ScriptModule) -> list[str]:
 
 
 def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
+    """Whether inputs go by keyword: all of them are parameters of ``forward``. A single input may be called as one
+    likes, and goes by position, as several do where ``forward`` takes any (``*args``); otherwise a name that
+    ``forward`` doesn't have is a mistake: by position it would silently be another input."""
     if isinstance(module, torch.jit.ScriptModule):
-        return set(names) <= set(script_parameters(module))
-    parameters = inspect.signature(module.forward).parameters
-    return set(names) <= {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        known, anything = script_parameters(module), False
+    else:
+        parameters = inspect.signature(module.forward).parameters
+        known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        anything = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+    if set(names) <= set(known):
+        return True
+    if len(names) > 1 and not anything:
+        wrong = next(name for name in names if name not in known)
+        raise BadInputSpec(
+            f"forward has no parameter {wrong!r}; name the inputs as it does: {', '.join(known) or 'it takes none'}"
+        )
+    return False
 
 
 def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

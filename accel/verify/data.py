@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel.artifact import Artifact
 from accel.errors import BadData
-from accel.signature import Signature, numpy_dtype
+from accel.signature import DimRange, Signature, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,6 +93,37 @@ class Dataset:
         dims = {spec.shape[0] for spec in self.signature.inputs if spec.shape}
         sizes = [d for d in dims if isinstance(d, int)]
         return sizes[0] if sizes else None
+
+
+def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
+    """``artifact`` with ranges that hold what ``data`` has. Only ranges that nobody declared grow: those of an ONNX
+    file without a manifest that are not among ``declared``. Files that can't be read are for ``Dataset.load`` to name.
+    """
+    if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
+        return artifact
+    import zipfile
+
+    import numpy as np
+
+    signature = artifact.signature
+    seen: dict[str, list[int]] = {}
+    for file in sorted(data.glob("*.npz")) if data.is_dir() else [data]:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                shapes = {s.name: archive[s.name].shape for s in signature.inputs if s.name in archive.files}
+        except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile, MemoryError):
+            continue
+        for spec in signature.inputs:
+            shape = shapes.get(spec.name, ())
+            for dim, size in list(zip(spec.shape, shape, strict=False))[1:]:
+                if isinstance(dim, str) and dim not in declared and size and len(shape) == len(spec.shape):
+                    seen.setdefault(dim, []).append(int(size))
+    ranges = {}
+    for dim, sizes in seen.items():
+        old, low, high = signature.dims[dim], min(sizes), max(sizes)
+        if not old.min <= low <= high <= old.max:
+            ranges[dim] = DimRange(min(old.min, low), min(max(old.opt, low), high), max(old.max, high))
+    return replace(artifact, signature=signature.with_dims(ranges)) if ranges else artifact
 
 
 def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:

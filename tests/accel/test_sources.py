@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -281,3 +282,16 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
         path.write_bytes(good[:length])
         with pytest.raises(AccelError):
             open_onnx(path)
+
+
+def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
+    """Fails if one of several inputs with a wrong name is silently fed to another parameter: here a and b swapped."""
+    path = tmp_path / "two.py"
+    path.write_text(
+        "import torch\n\n\nclass Two(torch.nn.Module):\n    def forward(self, a, b):\n        return a - 2 * b\n\n\n"
+        "def make():\n    return Two()\n"
+    )
+    words = ["export", f"{path}:make", "-o", tmp_path / "m.onnx", "--input", "a:float32[batch,4]"]
+    ran = cli(*words, "--input", "bb:float32[batch,4]")
+    assert ran.code == 2
+    assert "forward has no parameter 'bb'; name the inputs as it does: a, b" in ran.stderr

@@ -120,3 +120,20 @@ def test_a_folder_of_parts(tmp_path: Path) -> None:
     (tmp_path / "c.npz").write_text("x")
     with pytest.raises(BadData, match=r"c\.npz"):
         Dataset.load(tmp_path, SIGNATURE)
+
+
+def test_a_range_that_nobody_declared_grows_with_the_data(cli: Any, tmp_path: Path) -> None:
+    """Fails if data of a length outside the default range is refused for a file that declares no range, or taken where
+    a range was declared."""
+    node = onnx.helper.make_node("ReduceMean", ["x"], ["y"], keepdims=1)
+    ends = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["batch", "length"]), ("y", [1, 1]))]
+    graph = onnx.helper.make_graph([node], "g", ends[:1], ends[1:])
+    path, data = tmp_path / "m.onnx", tmp_path / "d.npz"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), str(path))
+    np.savez(data, x=np.ones((4, 300), np.float32))
+    assert cli("verify", path, path, "--data", data).code == 0
+    assert cli("optimize", path, "--target", "ort-cpu", "--precision", "fp32", "--data", data, "-o", tmp_path / "o",
+               "--rounds", "5").code == 0  # fmt: skip
+    ran = cli("verify", path, path, "--data", data, "--dim", "length=2:16:64")
+    assert ran.code == 2
+    assert "outside 2..64" in ran.stderr

@@ -172,3 +172,18 @@ def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
         preflight(digits, target="openvino")
     onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # one without a manifest
     assert cli("preflight", tmp_path / "plain.onnx").code == 0
+
+
+def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path) -> None:
+    """Fails if an ONNX node of the engine is in no row, or the counts don't add up."""
+    from accel.converters.kernel_table import fusions
+
+    made = run_stage("engine_from_onnx", digits, EngineFromOnnxConfig(compute_capabilities=("8.6",)))
+    body = json.loads(cli("inspect", made.path, "--json").stdout)
+    found = fusions(body["kernels"])
+    assert len(found["fused"]) + len(found["alone"]) + len(found["added"]) == len(body["kernels"])
+    assert found["fused"], "a Conv and its Relu are one kernel"
+    shown = cli("inspect", made.path).stdout
+    for row in body["kernels"]:
+        assert all(name in shown.replace("\n", "") for name in row["onnx"][:1])
+    assert f"{len(body['kernels'])} kernels: {len(found['fused'])} fused" in shown

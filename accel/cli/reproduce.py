@@ -1,0 +1,52 @@
+"""``accel reproduce``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.cli import output_options
+
+if TYPE_CHECKING:
+    from accel.api.reproduce import Reproduction
+    from accel.cli import Output
+
+
+@click.command("reproduce")
+@click.argument("artifact")
+@click.option(
+    "--data",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A file that a stage was given, such as calibration data; found by its sha256. Repeatable.",
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Keep what is made now under this name.")
+@output_options
+def command(artifact: str, data: tuple[Path, ...], out: Path | None, say: Output) -> None:
+    """Make ARTIFACT again from its source, as its manifest records, and compare each stage with what was made then.
+
+    Exit code 1 where a stage gives something else.
+    """
+    from accel.api.reproduce import reproduce
+
+    found = reproduce(artifact, data=data, out=out)
+    say.result(found.to_json(), lambda: _human(found, artifact))
+    if not found.passed:
+        sys.exit(1)
+
+
+def _human(found: Reproduction, artifact: str) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    verdict = "reproduced" if found.passed else "not reproduced"
+    said = f"{verdict}, byte for byte" if found.identical else verdict
+    table = Table(title=escape(f"{artifact}: {said}"), title_justify="left")
+    for column in ("stage", "result", "note", "other versions"):
+        table.add_column(column, overflow="fold")
+    for row in found.stages:
+        table.add_row(row.stage, row.status, escape(row.note), ", ".join(row.versions))
+    return table

@@ -1,0 +1,143 @@
+"""An artifact made again from what its manifest records, stage by stage, and compared with what was made then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from accel.artifact import Artifact, Manifest
+from accel.cache import StageCache
+from accel.child import resolve
+from accel.errors import AccelError, BadInputSpec, ChainBroken, GateFailed, UsageError
+from accel.progress import report
+from accel.signature import DimRange
+from accel.sources import open_source
+from accel.stage import StageConfig, get_stage, path_sha256, run_stage, versions
+from accel.verify.gates import OutputGate, gate_runtime
+
+Status = Literal["identical", "equivalent", "different"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remade:
+    """One stage, run again. ``identical``: the same bytes; ``equivalent``: other bytes, and the new ones pass the gate
+    that the old ones passed (of an engine, which can't run everywhere: the same kernels of the same ONNX);
+    ``different``: they don't, or nothing could be compared. ``versions``: libraries that are others now than then,
+    ``name then -> now``."""
+
+    stage: str
+    status: Status
+    note: str
+    versions: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tuple[Artifact, list[Remade]]:
+    """Run every stage of the artifact's manifest again in ``cache`` (an empty one), from its source on.
+
+    ``given``: files and folders that stages were given (calibration data), found by their sha256. Raises
+    ``ChainBroken`` where there is no manifest, or the source is gone or another one; ``UsageError`` where a file that a
+    stage was given is not among ``given``.
+    """
+    manifest = artifact.manifest
+    if manifest is None:
+        raise ChainBroken(f"{artifact.path} has no manifest, so nothing says how it was made")
+    if not manifest.stages:
+        raise ChainBroken(f"{artifact.path} is as it came: no stage made it, so there is nothing to run again")
+    hashes = {path_sha256(path): path for path in given}
+    configs = [config_of(record, hashes) for record in manifest.stages]  # what is missing is said before any work
+    current = _source(manifest)
+    rows = []
+    for number, (record, config) in enumerate(zip(manifest.stages, configs, strict=True), start=1):
+        report(f"reproduce: {record['name']}", (number - 1) / len(configs))
+        before = current
+        current = run_stage(record["name"], before, config, cache=cache)
+        rows.append(_compared(record, before, current))
+    return current, rows
+
+
+def config_of(record: Mapping[str, Any], given: Mapping[str, Path]) -> StageConfig:
+    """The stage's config as it was recorded; a file that it was given is looked up by its sha256."""
+    kind: type[StageConfig] = resolve(get_stage(record["name"]).config)  # type: ignore[assignment]
+    known = {f.name for f in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for name, value in record["options"].items():
+        if name not in known:
+            raise ChainBroken(
+                f"stage {record['name']} has no option {name!r} any more; use the accel that made it "
+                f"({record['versions'].get('accel', 'unknown')})"
+            )
+        values[name] = _value(record["name"], value, given)
+    config: StageConfig = kind(**values)
+    return config
+
+
+def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
+    if isinstance(value, Mapping) and set(value) == {"file", "sha256"}:
+        if value["sha256"] not in given:
+            raise UsageError(
+                f"stage {stage} was given {value['file']} (sha256 {value['sha256'][:12]}); pass it with --data"
+            )
+        return given[value["sha256"]]
+    return tuple(_value(stage, item, given) for item in value) if isinstance(value, list) else value
+
+
+def _source(manifest: Manifest) -> Artifact:
+    """The source as it was, or ``ChainBroken``."""
+    source = manifest.source
+    spec, weights = source.get("spec"), source.get("weights")
+    if not spec:
+        raise ChainBroken("the manifest names no source; it can't be made again")
+    arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
+    opener: Callable[..., Artifact] = open_source
+    try:
+        try:
+            found = opener(spec, **arguments)
+        except BadInputSpec:  # it doesn't say itself what it takes
+            found = opener(spec, inputs=manifest.signature.inputs, **arguments)
+    except AccelError as error:
+        raise ChainBroken(f"the source {spec} can't be opened any more ({error}); put it back") from error
+    files = [(entry["path"], entry["sha256"]) for entry in source.get("files", ())]
+    now = {entry["path"]: entry["sha256"] for entry in found.source.get("files", ())}
+    for path, sha256 in files:
+        if now.get(path, sha256) != sha256:
+            raise ChainBroken(f"{path} is not what the artifact was made from (its sha256 differs); put that back")
+    if source.get("sha256") not in (None, found.source.get("sha256")):
+        raise ChainBroken(f"{spec} makes another model than the one the artifact was made from; put that back")
+    if found.digest != manifest.stages[0]["input"]:
+        raise ChainBroken(f"{spec} is not what the first stage was given (its sha256 differs); put that back")
+    ranges: dict[str, DimRange] = {d: r for d, r in manifest.signature.dims.items() if d in found.signature.dims}
+    return dataclasses.replace(found, signature=found.signature.with_dims(ranges))
+
+
+def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Remade:
+    others = _other_versions(record)
+    if list(made.hashes().values()) == list(record["output"]):
+        return Remade(stage=record["name"], status="identical", note="", versions=others)
+    kernels = record["notes"].get("kernels")
+    if kernels and record["input"] == before.digest and made.history[-1]["notes"].get("kernels") == kernels:
+        # TensorRT lays out some engines otherwise in every build.
+        note = f"other bytes, the same {len(kernels)} kernels from the same ONNX"
+        return Remade(stage=record["name"], status="equivalent", note=note, versions=others)
+    limits = [gate["limit"] for gate in record["gates"] if gate["limit"]]
+    if not limits or gate_runtime(made) is None or gate_runtime(before) is None:
+        note = "other bytes, and no gate of it can run here"
+        return Remade(stage=record["name"], status="different", note=note, versions=others)
+    try:
+        results = OutputGate(limit=max(limits)).check(before, made)
+    except GateFailed as error:
+        return Remade(stage=record["name"], status="different", note=str(error), versions=others)
+    worst = max(results, key=lambda r: r.value or 0.0)
+    passed = all(r.passed is not False for r in results)
+    note = f"other bytes; {worst.metric} {worst.value or 0:.2g} at {worst.case}, the gate's limit is {worst.limit:g}"
+    return Remade(stage=record["name"], status="equivalent" if passed else "different", note=note, versions=others)
+
+
+def _other_versions(record: Mapping[str, Any]) -> tuple[str, ...]:
+    then, now = record["versions"], versions(get_stage(record["name"]).packages)
+    return tuple(f"{name} {old} -> {now.get(name, 'none')}" for name, old in then.items() if now.get(name) != old)
