@@ -20,7 +20,7 @@ from accel.errors import AccelError
 
 # name -> (module, one line). A command's module is imported when it runs: `accel --help` stays fast.
 COMMANDS = {
-    "export": ("accel.cli.export", "Export a PyTorch model to ONNX."),
+    "export": ("accel.cli.export", "Export a PyTorch or TensorFlow model to ONNX, or ONNX to another format."),
     "optimize": ("accel.cli.optimize", "Make the fastest correct form of a model for a target."),
     "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
