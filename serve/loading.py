@@ -14,10 +14,12 @@ from accel.errors import AccelError, BadRepository
 from accel.runtimes.base import BaseSession, Session, open_session
 from accel.serve import model_config
 from accel.serve.ensemble_config import Get, complete_ensemble, is_ensemble, make_ensemble
+from accel.serve.executor import make_executor
 from accel.serve.inference import Executor
-from accel.serve.model import ServedModel, make_executor
+from accel.serve.model import ServedModel
 from accel.serve.model_config import ModelConfig
 from accel.serve.model_files import ModelFolder, Trust
+from accel.serve.response_cache import ResponseCache
 from accel.serve.scheduling import Scheduling
 from accel.serve.tensors import DATATYPES
 
@@ -29,13 +31,14 @@ MakeExecutor = Callable[..., Executor]
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """How models are loaded. ``threads``: of each session where its config says nothing (0: the runtime's choice).
-    ``get``: how an ensemble finds its models."""
+    ``get``: how an ensemble finds its models. ``cache``: what every model that asks for a response cache shares."""
 
     trust: Trust = field(default_factory=Trust)
     threads: int = 0
     warm_up: bool = True
     make: MakeExecutor = make_executor
     get: Get | None = None
+    cache: ResponseCache | None = None
 
 
 def load_version(
@@ -65,7 +68,9 @@ def load_version(
             raise
         return session
 
-    executor = loading.make(artifact.signature, scheduling, opened, name=folder.name, version=version)
+    executor = loading.make(
+        artifact.signature, scheduling, opened, name=folder.name, version=version, cache=loading.cache
+    )
     return ServedModel(
         name=folder.name,
         version=version,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel.child import resolve
 from accel.serve.inference import (
     Answer,
     Code,
@@ -25,27 +23,7 @@ from accel.serve.tensors import DATATYPES, invalid, shape_text
 if TYPE_CHECKING:
     import numpy as np
 
-    from accel.runtimes.base import Session
     from accel.signature import Signature
-
-EXECUTOR = "accel.serve.executor:make_executor"
-
-
-def make_executor(
-    signature: Signature,
-    scheduling: Scheduling,
-    open_session: Callable[[], Session],
-    *,
-    name: str,
-    version: str,
-) -> Executor:
-    """The executor for a model that is scheduled like this. Opens its sessions."""
-    if importlib.util.find_spec(EXECUTOR.partition(":")[0]) is None:
-        from accel.serve.direct import DirectExecutor
-
-        return DirectExecutor(open_session, name=name, version=version, instances=scheduling.instances)
-    made: Executor = resolve(EXECUTOR)(signature, scheduling, open_session, name=name, version=version)
-    return made
 
 
 @dataclass(frozen=True, slots=True)

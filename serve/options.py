@@ -12,6 +12,7 @@ from accel.serve.access import Access, read_tokens
 from accel.serve.loading import Loading
 from accel.serve.model_files import Trust
 from accel.serve.repository import Repository
+from accel.serve.response_cache import ResponseCache
 
 if TYPE_CHECKING:
     from accel.serve.grpc_front import Tls
@@ -43,6 +44,7 @@ class ServeOptions:
     insecure: bool = False
     allow_pickle: bool = False
     strict_readiness: bool = False
+    response_cache_bytes: int = 64 << 20
     log_file: str | None = None
     log_level: str = "info"
 
@@ -74,6 +76,7 @@ class ServeOptions:
             loading=Loading(
                 trust=Trust(insecure=self.insecure, allow_pickle=self.allow_pickle),
                 threads=self.threads,
+                cache=ResponseCache(self.response_cache_bytes) if self.response_cache_bytes else None,
             ),
             poll_seconds=self.poll_seconds,
             drain=self.drain,

@@ -49,10 +49,38 @@ _FILE = click.Path(path_type=Path)
 @click.option("--allow-pickle", is_flag=True, help="Serve .pt2 and .pt files, which may hold pickles.")
 @click.option("--strict-readiness", is_flag=True, help="Not ready while a model of the repository is broken.")
 @click.option("--log-file", type=_FILE, help="JSON lines go there and not to stderr.")
+@click.option(
+    "--response-cache-bytes",
+    type=click.IntRange(0),
+    default=64 << 20,
+    show_default=True,
+    help="What all models that ask for a response cache share in a process; 0: a cache of its own for each.",
+)
+@click.option(
+    "--manifest",
+    type=click.Choice(["kubernetes", "kserve"]),
+    help="Print what deploys this server, and end. REPOSITORY is then the path inside the container.",
+)
+@click.option("--image", default="", help="Of the manifest: the container image that has accel in it.")
+@click.option("--claim", default="", help="Of the manifest: the PersistentVolumeClaim mounted at REPOSITORY.")
 @click.option("--check", is_flag=True, help="Load every model, say what is wrong, and end.")
 @output_options
-def command(repository: Path, no_http: bool, check: bool, http_port: int, say: Output, **given: Any) -> None:
+def command(
+    repository: Path,
+    no_http: bool,
+    check: bool,
+    http_port: int,
+    manifest: str | None,
+    image: str,
+    claim: str,
+    say: Output,
+    **given: Any,
+) -> None:
     """Serve the models in REPOSITORY over gRPC and HTTP (Open Inference Protocol, as Triton speaks it)."""
+    if manifest:
+        ports = {"grpc_port": given["grpc_port"], "http_port": http_port, "drain_seconds": round(given["drain"])}
+        _manifest(manifest, {"repository": str(repository), "image": image, "claim": claim, **ports}, say)
+        return
     try:
         from accel.serve.options import ServeOptions
         from accel.serve.process import ServingProcess, start_logging
@@ -70,6 +98,14 @@ def command(repository: Path, no_http: bool, check: bool, http_port: int, say: O
         Supervisor(options).run()
     else:
         ServingProcess(options).run()
+
+
+def _manifest(kind: str, fields: dict[str, Any], say: Output) -> None:
+    from accel.serve.manifests import Deployment, kserve, kubernetes, to_yaml
+
+    name = Path(fields["repository"]).name.lower().replace("_", "-") or "accel"
+    documents = {"kubernetes": kubernetes, "kserve": kserve}[kind](Deployment(name=name, **fields))
+    say.result({"documents": documents}, lambda: to_yaml(documents).rstrip("\n"))
 
 
 def _check(options: Any, say: Output) -> None:

@@ -71,3 +71,16 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
 def test_what_kubernetes_would_refuse_is_refused_here(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadConfig, match=words):
         Deployment(**({"name": "minilm", "image": "accel:0.1"} | fields))
+
+
+def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
+    """Fails if anything but the documents is on stdout, or the ports that were asked for aren't in them."""
+    ran = cli(
+        "serve", "/models", "--manifest", "kubernetes", "--image", "accel:0.1", "--claim", "disk", "--http-port", "9000"
+    )
+    assert ran.code == 0, ran.stderr
+    documents = list(yaml.safe_load_all(ran.stdout))
+    assert [port["port"] for port in documents[1]["spec"]["ports"]] == [8001, 9000]
+    assert documents[0]["metadata"]["name"] == "models"
+    ran = cli("serve", "/models", "--manifest", "kserve")
+    assert (ran.code, "--image" in ran.stderr) == (2, True)
