@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, GateFailed
+from accel.errors import AccelError, GateFailed, RunFailed
 from accel.progress import report
 from accel.runtimes.base import BaseSession, Session, default_runtime, open_session
 from accel.signature import Signature
@@ -61,10 +61,10 @@ class OutputGate:
                 wanted = reference.of(feeds)
                 try:
                     found = candidate.of(feeds)
-                except AccelError:
-                    raise
                 except Exception as error:
-                    reason = " ".join(str(error).split())[:200]
+                    if isinstance(error, AccelError) and not isinstance(error, RunFailed):
+                        raise
+                    reason = " ".join(str(error).split())[:300]
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [self._result(case, d, d.rel_l2 <= self.limit, d.problem) for d in compare(wanted, found)]
         return results

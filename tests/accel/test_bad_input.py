@@ -222,6 +222,8 @@ def test_ctrl_c_in_each_stage(corpus: Path, stage: str, own_cache: Path) -> None
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache)},
+        # A suite that runs in the background of a shell hands down a SIGINT that is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     seen = []

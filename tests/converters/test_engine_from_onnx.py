@@ -236,7 +236,8 @@ def test_ctrl_c_ends_the_build(tmp_path: Path) -> None:
     out.mkdir()
     script = textwrap.dedent(
         f"""
-        import os, pathlib
+        import os, pathlib, signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is handed an ignored one
         from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
         from accel.progress import watched_by
         from accel.sources.onnx_file import open_onnx
