@@ -69,9 +69,9 @@ def _human(found: Inspection) -> Any:
     if found.graph:
         counts = ", ".join(f"{op} {n}" for op, n in list(found.graph["operators"].items())[:12])
         parts.append(f"{found.graph['nodes']} nodes, {found.graph['parameters']:,} parameters: {counts}")
+        parts += _cost(found.graph)
     if found.kernels:
         parts += _kernels(list(found.kernels))
-        parts += _cost(found.graph)
     if find_spec("netron") is not None and artifact.kind in ("onnx", "tflite"):
         parts.append(escape(f"netron is installed and shows this file as well: netron {artifact.path}"))
     return Group(*parts)
