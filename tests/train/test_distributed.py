@@ -33,6 +33,9 @@ def _suite() -> Any:
     return module
 
 
+# All launches count for the first test that asks for their results.
+pytestmark = pytest.mark.timeout(1500)
+
 suite = _suite()
 WORLDS = (2, 4, 8)
 ROWS = [(name, world) for world in WORLDS for name in suite.rows(world)]
@@ -67,7 +70,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
         words = others[:1] if others[:1] == ["again"] else []
         line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(HERE / "suite.py")]
         line += [*words, str(out), *(str(folder / other) for other in others[len(words) :])]
-        done = subprocess.run([sys.executable, *line], env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run([sys.executable, *line], env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         if words:
             found[world]["resumed"] |= json.loads((out / "again.json").read_text())["resumed"]
