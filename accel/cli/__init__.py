@@ -63,7 +63,8 @@ def group() -> None:
 def main() -> None:
     """The ``accel`` command."""
     # SIGTERM ends a run as Ctrl-C does: child processes and half-written files go with it.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # Not by way of SIGINT, which is ignored in a shell's background job.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(group))
 
 
