@@ -73,11 +73,23 @@ def who_hangs(out: Path) -> str:
 
 
 def end(out: Path) -> None:
-    """Kill what is left of this machine's ranks: torchrun asks its ranks to go, and a stopped one doesn't listen."""
-    for pid in _here(out).values():
+    """Kill what is left of this machine's ranks: torchrun asks its ranks to go, and a stopped one doesn't listen.
+    Returns when they are gone (they hold memory and ports until then), or after ten seconds."""
+    killed = [pid for pid in _here(out).values() if _runs(pid, out)]
+    for pid in killed:
         with suppress(OSError):
-            if str(out) in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(_runs(pid, out) for pid in killed) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _runs(pid: int, out: Path) -> bool:
+    """Whether ``pid`` is a rank of the run in ``out`` (a process that has ended has no command line)."""
+    try:
+        return str(out) in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def _here(out: Path) -> dict[int, int]:
