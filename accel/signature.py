@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import BadFeeds, BadInputSpec
@@ -25,6 +26,10 @@ BATCH = "batch"
 _SPEC = re.compile(
     r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>-?\d+)\.\.(?P<hi>-?\d+)\})?$"
 )
+
+
+# numpy makes the name anew each time, which costs a server more than the rest of the check.
+dtype_name = lru_cache(maxsize=64)(str)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -223,7 +228,7 @@ class Signature:
         sizes: dict[str, int] = {}
         for spec in self.inputs:
             value = feeds[spec.name]
-            if str(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
+            if dtype_name(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
                 raise BadFeeds(f"input {spec.name!r} is {value.dtype}, the model takes {spec.dtype}; cast it")
             if len(value.shape) != len(spec.shape):
                 raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, the model takes {spec}")
