@@ -13,8 +13,11 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
+from accel.serve.process import keep_freed_memory
+
 
 def main(port: int, size: int) -> None:
+    keep_freed_memory()
     raw = bytes(size)
 
     def answer(request: Any, _context: Any) -> Any:
