@@ -138,7 +138,8 @@ class TrainConfig:
     into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them. ``tensor_parallel``: how
     modules are cut, by name pattern (see ``accel.train.tensor_parallel``). ``compile``: each block by torch.compile.
     ``peak_flops`` of one rank's device a second (989e12 for an H100 in bf16) makes the log say the MFU.
-    ``hang_seconds`` without a step stop the run, and the rank that hangs is named (0: never).
+    ``hang_seconds`` without a step stop the run, and the rank that hangs is named (0: never); until the first step
+    it is ten times that.
     """
 
     model: str = ""

@@ -140,9 +140,9 @@ def _follow(process: subprocess.Popen[bytes], out: Path, hang_seconds: float) ->
                     _tell(json.loads(line))
         if code is not None:
             return
-        if hang_seconds and watchdog.silent_for(out) > hang_seconds:
+        if hang_seconds and (late := watchdog.overdue(out, hang_seconds)):
             raise TrainingFailed(
-                f"no step in {hang_seconds:g} s: {watchdog.who_hangs(out)}; the stacks of the ranks are in "
+                f"{late}: {watchdog.who_hangs(out)}; the stacks of the ranks are in "
                 f"{out / watchdog.STACKS}, longer steps need a larger hang_seconds"
             )
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 """A rank that hangs is found and named: all the others wait for it in a collective, and none of them can say for whom.
 
-Every rank leaves its process id and touches ``OUT/alive`` at each step. Where nobody did for ``hang_seconds``, every
-rank is asked for its stack by a signal, which a stopped one doesn't answer: ranks whose innermost frame is torch's
+Every rank leaves its process id and touches ``OUT/alive`` at each step. Where nobody did for too long, every rank is
+asked for its stack by a signal, which a stopped one doesn't answer: ranks whose innermost frame is torch's
 are waiting, the one that is somewhere else hangs.
 """
 
@@ -21,18 +21,21 @@ from pathlib import Path
 ALIVE = "alive"
 STACKS = "stacks"
 _FRAME = re.compile(r'File "(.+?)", line (\d+) in (.+)')
-_ANSWER_SECONDS = 3.0
+_ANSWER_SECONDS = 10.0
+# Imports, building the model and reading a checkpoint may take this many times longer than a step.
+_START = 10
 
 
 def clear(out: Path) -> None:
     """Before the ranks are started."""
     shutil.rmtree(out / STACKS, ignore_errors=True)
     (out / STACKS).mkdir()
-    (out / ALIVE).touch()
+    (out / ALIVE).unlink(missing_ok=True)
 
 
 def enrol(out: Path, rank: int) -> None:
-    """In a rank, at its start: from now on SIGUSR1 writes its stack."""
+    """In a rank, at its start, which may be one of several: from now on SIGUSR1 writes its stack."""
+    (out / ALIVE).unlink(missing_ok=True)
     folder = out / STACKS
     folder.mkdir(exist_ok=True)
     stream = (folder / f"rank-{rank}.txt").open("w")  # stays open as long as the rank lives
@@ -43,14 +46,17 @@ def enrol(out: Path, rank: int) -> None:
 def beat(out: Path) -> None:
     """In any rank: this run goes on."""
     with suppress(OSError):
-        os.utime(out / ALIVE)
+        (out / ALIVE).touch()
 
 
-def silent_for(out: Path) -> float:
-    """Seconds since the last beat."""
-    with suppress(OSError):
-        return time.time() - (out / ALIVE).stat().st_mtime
-    return 0.0
+def overdue(out: Path, hang_seconds: float) -> str:
+    """What hasn't happened for too long: a step for ``hang_seconds``, or the first one for ten times that; "" if all
+    is well."""
+    for sign, limit, what in ((ALIVE, hang_seconds, "step"), (STACKS, _START * hang_seconds, "first step")):
+        with suppress(OSError):
+            silent = time.time() - (out / sign).stat().st_mtime
+            return f"no {what} in {limit:g} s" if silent > limit else ""
+    return ""
 
 
 def who_hangs(out: Path) -> str:

@@ -16,6 +16,7 @@ import torch
 from accel.cli import group, run
 from accel.errors import BadCheckpoint, BadConfig, BadData, InvalidModel, TrainingFailed
 from accel.sources import open_source
+from accel.train import watchdog
 from accel.train.config import TrainConfig
 from accel.train.launch import train
 from accel.train.layout import join
@@ -334,6 +335,26 @@ def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
     assert "rank 0" not in str(caught.value)
     left = [f for f in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(f) and "train.rank" in _read(f)]
     assert not left
+
+
+def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
+    """Fails if slow imports or a restart count as a hung step, or a start that never ends is waited for for ever."""
+
+    def made_before(path: Path, seconds: float) -> None:
+        os.utime(path, (time.time() - seconds,) * 2)
+
+    watchdog.clear(tmp_path)
+    made_before(tmp_path / watchdog.STACKS, 100)
+    assert watchdog.overdue(tmp_path, 15) == ""
+    made_before(tmp_path / watchdog.STACKS, 200)
+    assert watchdog.overdue(tmp_path, 15) == "no first step in 150 s"
+    watchdog.beat(tmp_path)
+    assert watchdog.overdue(tmp_path, 15) == ""
+    made_before(tmp_path / watchdog.ALIVE, 20)
+    assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
+    again = "import sys, pathlib, accel.train.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank, started anew after a crash
+    assert watchdog.overdue(tmp_path, 15) == ""
 
 
 @pytest.mark.slow
