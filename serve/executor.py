@@ -17,7 +17,8 @@ from accel.serve.instances import QueuedExecutor
 from accel.serve.lengths import LengthBatchingRows, check_lengths
 from accel.serve.response_cache import CachingExecutor, ResponseCache
 from accel.serve.scheduling import QueuePolicy, Scheduling
-from accel.serve.sequence import SequenceExecutor, check_sequence
+from accel.serve.sequence import SequenceExecutor
+from accel.serve.sequence_state import check_sequence
 from accel.signature import BATCH
 
 if TYPE_CHECKING:

@@ -56,7 +56,6 @@ class InferenceRequest:
     ``outputs``: the names asked for, None for all. ``priority``: 1 is the most urgent, 0 the model's default.
     ``timeout_us``: the queue timeout asked for, 0 for the model's default. ``deadline``: seconds on the server's
     clock after which nobody waits for the answer any more, None for never. ``sequence_id``: 0 or "" for none.
-    ``nbytes``: what the request counts for in the queue's bound.
     """
 
     model: str
@@ -71,10 +70,6 @@ class InferenceRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(int(value.nbytes) for value in self.inputs.values())
 
 
 @dataclass(slots=True, kw_only=True)

@@ -69,31 +69,21 @@ def keep_freed_memory() -> None:
 def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str, Transport]:
     """What it listens with, by name."""
     found: dict[str, Transport] = {}
-    shared = options.processes > 1
+    common: dict[str, Any] = {
+        "host": options.host,
+        "threads": options.grpc_threads,
+        "max_message": options.max_message,
+        "tls": options.tls(),
+        "shared": options.processes > 1,
+    }
     if options.grpc_port is not None:
         from accel.serve.grpc_front import GrpcTransport
 
-        found["grpc"] = GrpcTransport(
-            server,
-            host=options.host,
-            port=options.grpc_port,
-            threads=options.grpc_threads,
-            max_message=options.max_message,
-            tls=options.tls(),
-            shared=shared,
-        )
+        found["grpc"] = GrpcTransport(server, port=options.grpc_port, **common)
     if options.http_port is not None:
         from accel.serve.http_front import HttpTransport
 
-        found["http"] = HttpTransport(
-            server,
-            host=options.host,
-            port=options.http_port,
-            threads=options.grpc_threads,
-            max_message=options.max_message,
-            tls=options.tls(),
-            shared=shared,
-        )
+        found["http"] = HttpTransport(server, port=options.http_port, **common)
     return found
 
 
