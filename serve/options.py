@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class ServeOptions:
     """``grpc_port``/``http_port``: 0 takes a free one, None has no such face. ``models``: loaded at first in explicit
     mode. ``threads``: of each session, 0 for what the runtime (or the process's share of the cores) gives.
+    ``restart``: a process of its own watches even over a single one and starts it again when it crashes.
     ``drain``: seconds that requests have to end after SIGTERM. ``tokens``, ``tls_*``, ``log_file``: paths."""
 
     repository: str
@@ -33,6 +34,7 @@ class ServeOptions:
     models: tuple[str, ...] = ()
     poll_seconds: float = 15.0
     processes: int = 1
+    restart: bool = False
     threads: int = 0
     grpc_threads: int = 128
     max_message: int = (1 << 31) - 1
@@ -47,6 +49,11 @@ class ServeOptions:
     response_cache_bytes: int = 64 << 20
     log_file: str | None = None
     log_level: str = "info"
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the serving is done by processes below this one."""
+        return self.processes > 1 or self.restart
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
