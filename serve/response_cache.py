@@ -134,10 +134,7 @@ class CachingExecutor:
             return self.inner.submit(request, self._keeping(key, looked_up, answer))
         hit = _Hit(Durations(total=looked_up))
         with self._lock:
-            figures = self._recorder.figures
-            figures.received += 1
-            figures.success.add(looked_up)
-            figures.cache_hit.add(looked_up)
+            self._recorder.found(looked_up)
         answer(InferenceResponse(model=self.name, version=self.version, id=request.id, outputs=outputs))
         return hit
 

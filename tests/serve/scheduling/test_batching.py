@@ -10,7 +10,7 @@ from fake_sessions import SIGNATURE, Caller, FakeSession, by_hand, request, run_
 
 from accel.errors import BadConfig
 from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest, InferenceResponse, infer
+from accel.serve.inference import LATENCIES_NS, InferenceRequest, InferenceResponse, infer
 from accel.serve.scheduling import QueuePolicy, Scheduling
 
 
@@ -212,6 +212,10 @@ def test_statistics_of_a_batch() -> None:
     assert list(found.batches) == [3]
     assert (found.batches[3][1].count, found.batches[3][1].ns) == (1, 25 * 10**7)
     assert callers[0].ticket.durations.total == 75 * 10**7
+    bounds = {"request_times": 10**9, "queue_times": 5 * 10**8, "compute_times": 25 * 10**7}  # 0.75, 0.5 and 0.25 s
+    for name, bound in bounds.items():
+        counts = getattr(found, name).counts
+        assert counts[LATENCIES_NS.index(bound)] == sum(counts) == 2, name
     assert (executor.pending(), found.queue_depth) == (0, 0)
     found.success.count = 99
     assert executor.statistics().success.count == 2, "a copy is handed out"
