@@ -186,6 +186,7 @@ def scheduling(config: ModelConfig, signature: Signature) -> Scheduling:
         raise BadRepository(f"model '{name}': preferred_batch_size has to be from 1 to max_batch_size ({largest})")
     options = _parameters(config)
     smallest = signature.dims[signature.batch_dim].min if signature.batch_dim and largest else 1
+    resources, resource_priority = _rate_limit(config)
     return Scheduling(
         max_batch_size=largest,
         dynamic=dynamic,
@@ -205,7 +206,20 @@ def scheduling(config: ModelConfig, signature: Signature) -> Scheduling:
         sequence=_sequence(config),
         decoupled=config.model_transaction_policy.decoupled,
         response_cache=config.response_cache.enable,
+        resources=resources,
+        resource_priority=resource_priority,
     )
+
+
+def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
+    """What a run takes of the resources, and the priority. Where there are no devices a resource of each device and a
+    global one are the same."""
+    limits = [group.rate_limiter for group in config.instance_group]
+    if any(limit != limits[0] for limit in limits):
+        raise BadRepository(f"model '{config.name}': give all of its instance groups the same rate_limiter")
+    if not limits:
+        return {}, 1
+    return {resource.name: resource.count for resource in limits[0].resources if resource.count}, limits[0].priority
 
 
 def _parameters(config: ModelConfig) -> dict[str, str]:

@@ -51,6 +51,7 @@ class Scheduling:
     ``queue_rows``/``queue_bytes``: what may wait in all, over every priority. ``response_cache``: equal requests are
     answered from the cache of the server. ``eager``: a request that finds an instance idle and the queue empty is run
     at once, whatever ``max_delay_us`` and ``preferred`` say; False waits for company even then, as Triton does.
+    ``resources``: what a run takes of what the models share, by name; ``resource_priority``: see ``rate_limit.py``.
     """
 
     max_batch_size: int = 0
@@ -72,6 +73,8 @@ class Scheduling:
     decoupled: bool = False
     response_cache: bool = False
     eager: bool = True
+    resources: Mapping[str, int] = field(default_factory=dict)
+    resource_priority: int = 1
 
     @property
     def server_inputs(self) -> frozenset[str]:

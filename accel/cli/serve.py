@@ -60,6 +60,20 @@ _FILE = click.Path(path_type=Path)
     help="What all models that ask for a response cache share in a process; 0: a cache of its own for each.",
 )
 @click.option(
+    "--rate-limit-resource",
+    "rate_limits",
+    multiple=True,
+    metavar="NAME:COUNT",
+    help="How much of a resource there is for the rate_limiter of the models' configs, in each process.",
+)
+@click.option(
+    "--host-policy",
+    "host_policies",
+    multiple=True,
+    metavar="NAME,cpu-cores=0-3",
+    help="Cores for the instance groups whose config names this host_policy.",
+)
+@click.option(
     "--manifest",
     type=click.Choice(["kubernetes", "kserve"]),
     help="Print what deploys this server, and end. REPOSITORY is then the path inside the container.",
