@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -156,19 +156,12 @@ class EnsembleExecutor:
 
     def _start(self, run: _Run, i: int) -> None:
         step, request = self._steps[i], run.request
-        asked = InferenceRequest(
+        asked = replace(
+            request,
             model=step.model,
             version=step.version,
-            id=request.id,
             inputs={name: run.tensors[tensor] for name, tensor in step.input_map.items()},
             outputs=tuple(step.output_map),
-            parameters=request.parameters,
-            priority=request.priority,
-            timeout_us=request.timeout_us,
-            deadline=request.deadline,
-            sequence_id=request.sequence_id,
-            sequence_start=request.sequence_start,
-            sequence_end=request.sequence_end,
         )
         try:
             ticket = self._find(step.model, step.version).submit(asked, partial(self._answered, run, i))

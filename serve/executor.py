@@ -15,9 +15,11 @@ from accel.serve.decoupled import DecoupledExecutor, StreamingSession
 from accel.serve.inference import Executor
 from accel.serve.instances import QueuedExecutor
 from accel.serve.lengths import LengthBatchingRows, check_lengths
+from accel.serve.rate_limit import RateLimiter
 from accel.serve.response_cache import CachingExecutor, ResponseCache
 from accel.serve.scheduling import QueuePolicy, Scheduling
-from accel.serve.sequence import SequenceExecutor, check_sequence
+from accel.serve.sequence import SequenceExecutor
+from accel.serve.sequence_state import check_sequence
 from accel.signature import BATCH
 
 if TYPE_CHECKING:
@@ -41,14 +43,16 @@ def make_executor(
     start: bool = True,
     costs: CostTable | None = None,
     cache: ResponseCache | None = None,
+    limiter: RateLimiter | None = None,
 ) -> Executor:
     """Open ``scheduling.instances`` sessions and put the queue, the batching and what else is asked for before them.
 
     ``clock``: seconds, what every decision is made by; ``wall``: seconds since 1970, for ``last_inference_ms``.
     ``start`` False starts no thread, see ``QueuedExecutor``. ``costs``: what runs of which size and length cost, for
     batching by length; without it that is measured on the first session, which takes about two seconds. ``cache``:
-    the server's, for a model that asks for one; without it the model gets one of its own. Raises ``BadConfig`` where
-    the scheduling contradicts itself or the model, and whatever ``open_session`` raises; nothing stays open then.
+    the server's, for a model that asks for one; without it the model gets one of its own. ``limiter``: the server's,
+    for a model whose runs take resources that others take, too. Raises ``BadConfig`` where the scheduling contradicts
+    itself or the model, and whatever ``open_session`` raises; nothing stays open then.
     """
     check_scheduling(signature, scheduling, name=name)
     if scheduling.decoupled:
@@ -63,12 +67,22 @@ def make_executor(
         if scheduling.decoupled and not isinstance(sessions[0], StreamingSession):
             raise BadConfig(f"model '{name}' is said to be decoupled, but its session has no stream(feeds)")
         batching = _batching(signature, scheduling, sessions[0], costs, name=name)
+        kind = DecoupledExecutor if scheduling.decoupled else QueuedExecutor
+        queued = kind(
+            sessions,
+            batching,
+            scheduling,
+            name=name,
+            version=version,
+            clock=clock,
+            wall=wall,
+            start=start,
+            limiter=limiter,
+        )
     except BaseException:
         for session in sessions:
             session.close()
         raise
-    kind = DecoupledExecutor if scheduling.decoupled else QueuedExecutor
-    queued = kind(sessions, batching, scheduling, name=name, version=version, clock=clock, wall=wall, start=start)
     if scheduling.sequence is not None:
         return SequenceExecutor(
             queued, signature, scheduling, scheduling.sequence, name=name, version=version, clock=clock

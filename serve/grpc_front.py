@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from accel.errors import UnsupportedHere
 from accel.serve import proto
 from accel.serve.access import bearer
+from accel.serve.grpc_arrivals import Arrivals
 from accel.serve.grpc_stream import FOREVER, InferStream
 from accel.serve.grpc_wire import (
     read_call,
@@ -65,7 +67,8 @@ class GrpcTransport:
         self._server = server
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._tls = tls
-        self._servicer = _Servicer(server, streams=max(1, threads // 4))
+        self._arrivals = Arrivals(threads)
+        self._servicer = _Servicer(server, self._arrivals, streams=max(1, threads // 4))
         self._health = _health(server)
         self._grpc = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="accel-grpc"),
@@ -75,6 +78,8 @@ class GrpcTransport:
                 ("grpc.so_reuseport", int(shared)),
                 # A client that pings often is not an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                # Of one connection, answers that the client doesn't read included.
+                ("grpc.max_concurrent_streams", threads * 16),
             ],
             # Beyond it a call is refused at once and not put in line.
             maximum_concurrent_rpcs=threads * 8,
@@ -96,12 +101,14 @@ class GrpcTransport:
         if port == 0:
             raise UnsupportedHere(f"can't listen on {self._address}; check the address and the TLS files")
         self._grpc.start()
+        self._arrivals.start()
         return int(port)
 
     def stop(self, grace: float) -> None:
         """Take no new calls, wait ``grace`` seconds for those under way, then cut them off."""
         self._health.refresh()
         self._grpc.stop(grace).wait()
+        self._arrivals.stop()
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
@@ -116,8 +123,8 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
 class _Servicer:
     """One method for each of the service's, named as it is there."""
 
-    def __init__(self, server: InferenceServer, streams: int) -> None:
-        self._server = server
+    def __init__(self, server: InferenceServer, arrivals: Arrivals, streams: int) -> None:
+        self._server, self._arrivals = server, arrivals
         self._streams = threading.BoundedSemaphore(streams)
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -129,9 +136,33 @@ class _Servicer:
                 behaviour = self.ModelStreamInfer
             else:
                 behaviour = self._unary(getattr(self, name), response)
-            maker = grpc.stream_stream_rpc_method_handler if streaming else grpc.unary_unary_rpc_method_handler
-            made[name] = maker(behaviour, request.FromString, response.SerializeToString)
+            if streaming:
+                made[name] = grpc.stream_stream_rpc_method_handler(
+                    behaviour, request.FromString, response.SerializeToString
+                )
+            else:
+                made[name] = grpc.stream_unary_rpc_method_handler(
+                    self._received(behaviour, request.FromString), None, response.SerializeToString
+                )
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
+
+    def _received(
+        self, behaviour: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]
+    ) -> Callable[[Iterator[bytes], Any], Any]:
+        """``behaviour`` once its message is here. On the wire a call with one message and a stream of one are the
+        same, but only of a stream can a call be ended that is still waiting for it."""
+
+        def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            message = self._arrivals.receive(messages, context)
+            if message is None:
+                context.abort(grpc.StatusCode.UNIMPLEMENTED, "the call came without a message")
+            try:
+                request = parse(message)
+            except DecodeError:
+                context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
+            return behaviour(request, context)
+
+        return received
 
     def _unary(self, method: Callable[[Any, Any, str | None], Any], response: Any) -> Callable[[Any, Any], Any]:
         def behaviour(request: Any, context: grpc.ServicerContext) -> Any:

@@ -7,6 +7,7 @@ Everything here knows numpy only: no protobuf, no grpcio type, no HTTP. The tran
 
 from __future__ import annotations
 
+import bisect
 import enum
 import threading
 from collections.abc import Callable, Mapping
@@ -56,7 +57,6 @@ class InferenceRequest:
     ``outputs``: the names asked for, None for all. ``priority``: 1 is the most urgent, 0 the model's default.
     ``timeout_us``: the queue timeout asked for, 0 for the model's default. ``deadline``: seconds on the server's
     clock after which nobody waits for the answer any more, None for never. ``sequence_id``: 0 or "" for none.
-    ``nbytes``: what the request counts for in the queue's bound.
     """
 
     model: str
@@ -71,10 +71,6 @@ class InferenceRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(int(value.nbytes) for value in self.inputs.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,9 +145,27 @@ class DurationStatistic:
         self.ns += ns
 
 
+# Upper ends of the histograms' buckets in nanoseconds: 100 us to 10 s, three to a decade.
+LATENCIES_NS = (*(step * 10**decade for decade in range(4, 9) for step in (10, 25, 50)), 10**10)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How many durations fell into which bucket; the last one is for what is above every bound."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES_NS) + 1))
+
+    def add(self, ns: int) -> None:
+        self.counts[bisect.bisect_left(LATENCIES_NS, ns)] += 1
+
+    def merge(self, other: Histogram) -> None:
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+
+
 @dataclass(slots=True)
 class ModelStatistics:
-    """The fields of Triton's ModelStatistics. success + fail = received, always, once nothing is pending."""
+    """The fields of Triton's ModelStatistics. success + fail = received, always, once nothing is pending. The
+    histograms are of the requests that ``success`` counts."""
 
     received: int = 0
     inference_count: int = 0
@@ -168,6 +182,9 @@ class ModelStatistics:
     cache_miss: DurationStatistic = field(default_factory=DurationStatistic)
     # By batch size: input, infer, output.
     batches: dict[int, tuple[DurationStatistic, DurationStatistic, DurationStatistic]] = field(default_factory=dict)
+    request_times: Histogram = field(default_factory=Histogram)
+    queue_times: Histogram = field(default_factory=Histogram)
+    compute_times: Histogram = field(default_factory=Histogram)
     queue_depth: int = 0
     padded_tokens: int = 0
     real_tokens: int = 0

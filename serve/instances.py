@@ -27,6 +27,7 @@ from accel.serve.inference import (
     ServeError,
 )
 from accel.serve.queue import NEVER, Entry, RequestQueue, too_late
+from accel.serve.rate_limit import Gate, RateLimiter
 from accel.serve.scheduling import Scheduling
 from accel.serve.statistics import Recorder, ns
 
@@ -42,12 +43,18 @@ Settled = list[tuple[Entry, Result]]
 
 
 class _Step(NamedTuple):
-    """What an instance's thread does next: answer what has expired, run ``batch`` on ``session``, or wait."""
+    """What an instance's thread does next: answer what has expired, run ``batch`` on ``session``, or wait.
+    ``withdrawn``: others may have the resources that were waited for."""
 
     session: Session | None
     batch: list[Entry]
     expired: Settled
     wake: float
+    withdrawn: bool = False
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.batch or self.expired or self.withdrawn)
 
 
 class QueuedExecutor:
@@ -67,6 +74,7 @@ class QueuedExecutor:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         start: bool = True,
+        limiter: RateLimiter | None = None,
     ) -> None:
         self.name = name
         self.version = version
@@ -88,6 +96,9 @@ class QueuedExecutor:
         self._closed = False
         self.threaded = start
         self._timed = False
+        self._gate: Gate | None = None
+        if limiter is not None and scheduling.resources:
+            self._gate = limiter.gate(scheduling.resources, scheduling.resource_priority, self._wake, name=name)
         if start:
             for number in range(len(sessions)):
                 self._start(self._serve, f"{name}-{version}-{number}")
@@ -127,7 +138,7 @@ class QueuedExecutor:
         if self._closing:
             raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
         session = None
-        if self._eager and self._idle and not self._queue:
+        if self._eager and self._idle and not self._queue and self._may_run():
             session = self._idle.pop()
         else:
             self._batching.describe(entry)
@@ -154,11 +165,19 @@ class QueuedExecutor:
 
     # Running them
 
+    def _may_run(self) -> bool:
+        return self._gate is None or self._gate.enter()
+
+    def _wake(self) -> None:
+        """The resources that were waited for may be there."""
+        with self._lock:
+            self._work.notify()
+
     def _next(self, now: float) -> _Step:
         """Decide, and take out of the queue what was decided about. Called with the lock held."""
         expired: Settled = list(self._queue.expire(now))
         if not self._idle:
-            return _Step(None, [], expired, NEVER)
+            return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
         except Exception as error:  # a fault of ours: nobody shall wait for ever because of it
@@ -168,7 +187,9 @@ class QueuedExecutor:
                 self._queue.remove(entry)
                 expired.append((entry, self._error(error)))
         if not batch:
-            return _Step(None, [], expired, wake)
+            return self._no_run(expired, wake)
+        if not self._may_run():
+            return _Step(None, [], expired, NEVER)
         for entry in batch:
             self._queue.remove(entry)
         session = self._idle.pop()
@@ -176,7 +197,12 @@ class QueuedExecutor:
             self._work.notify()
         return _Step(session, batch, expired, now)
 
+    def _no_run(self, expired: Settled, wake: float) -> _Step:
+        return _Step(None, [], expired, wake, self._gate is not None and self._gate.withdraw())
+
     def _carry_out(self, step: _Step) -> None:
+        if step.withdrawn and self._gate is not None:
+            self._gate.pass_on()
         self._deliver(self._settle(step.expired))
         if step.session is not None:
             self._execute(step.session, step.batch)
@@ -197,7 +223,7 @@ class QueuedExecutor:
                         return
                     now = self._clock()
                     step = self._next(now)
-                    if step.batch or step.expired:
+                    if not step.nothing:
                         break
                     self._work.wait(None if step.wake == NEVER else max(step.wake - now, 0.0))
             try:
@@ -231,12 +257,15 @@ class QueuedExecutor:
 
     def _release(self, session: Session) -> None:
         with self._lock:
-            if not self._closed:
+            closed, more = self._closed, bool(self._queue)
+            if not closed:
                 self._idle.append(session)
-                if self._queue:
+                if more:
                     self._work.notify()
-                return
-        self._close_session(session)
+        if self._gate is not None:
+            self._gate.leave(again=more and not closed)
+        if closed:
+            self._close_session(session)
 
     def _close_session(self, session: Session) -> None:
         try:
@@ -394,5 +423,7 @@ class QueuedExecutor:
             idle, self._idle = self._idle, []
         stopped = ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} was unloaded")
         self._deliver(self._settle([(entry, stopped) for entry in left]))
+        if self._gate is not None:
+            self._gate.close()
         for session in idle:
             self._close_session(session)

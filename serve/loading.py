@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from accel.serve.inference import Executor
 from accel.serve.model import ServedModel
 from accel.serve.model_config import ModelConfig
 from accel.serve.model_files import ModelFolder, Trust
+from accel.serve.pinning import PinnedSession, cores_of
+from accel.serve.rate_limit import RateLimiter
 from accel.serve.response_cache import ResponseCache
 from accel.serve.scheduling import Scheduling
 from accel.serve.tensors import DATATYPES
@@ -31,7 +34,8 @@ MakeExecutor = Callable[..., Executor]
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """How models are loaded. ``threads``: of each session where its config says nothing (0: the runtime's choice).
-    ``get``: how an ensemble finds its models. ``cache``: what every model that asks for a response cache shares."""
+    ``get``: how an ensemble finds its models. ``cache``: what every model that asks for a response cache shares.
+    ``limiter``: the resources that models share. ``host_policies``: cores by the name that instance groups use."""
 
     trust: Trust = field(default_factory=Trust)
     threads: int = 0
@@ -39,6 +43,8 @@ class Loading:
     make: MakeExecutor = make_executor
     get: Get | None = None
     cache: ResponseCache | None = None
+    limiter: RateLimiter = field(default_factory=RateLimiter)
+    host_policies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def load_version(
@@ -56,10 +62,11 @@ def load_version(
     artifact = folder.open(version, config, loading.trust)
     model_config.complete(config, folder.name, artifact.signature, artifact.kind, batch_given=batch_given)
     scheduling = model_config.scheduling(config, artifact.signature)
-    options = {"threads": threads} if (threads := scheduling.threads or loading.threads) else {}
+    threads = scheduling.threads or loading.threads
+    instances = iter(cores_of(config, loading.host_policies))
 
-    def opened() -> Session:
-        session = open_session(artifact, None, options)
+    def opened(threads: int = threads) -> Session:
+        session = open_session(artifact, None, {"threads": threads} if threads else {})
         try:
             if loading.warm_up:
                 _warm_up(session, config, artifact, scheduling.max_batch_size)
@@ -68,8 +75,20 @@ def load_version(
             raise
         return session
 
+    def next_instance() -> Session:
+        cores = next(instances)
+        if not cores:
+            return opened()
+        return cast("Session", PinnedSession(partial(opened, scheduling.threads or len(cores)), cores))
+
     executor = loading.make(
-        artifact.signature, scheduling, opened, name=folder.name, version=version, cache=loading.cache
+        artifact.signature,
+        scheduling,
+        next_instance,
+        name=folder.name,
+        version=version,
+        cache=loading.cache,
+        limiter=loading.limiter,
     )
     return ServedModel(
         name=folder.name,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from accel.serve.inference import ModelStatistics
+from accel.serve.inference import LATENCIES_NS, Histogram, ModelStatistics
 from accel.serve.peers import Row
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,6 +38,26 @@ _COUNTERS = {
 }
 
 
+# Name -> what it says, the histogram, and the sum of what it counted.
+_HISTOGRAMS: dict[str, tuple[str, Callable[[ModelStatistics], Histogram], Callable[[ModelStatistics], int]]] = {
+    "accel_request_duration_seconds": (
+        "Time of answered requests, end to end",
+        lambda s: s.request_times,
+        lambda s: s.success.ns,
+    ),
+    "accel_queue_duration_seconds": (
+        "Time of answered requests in the queue",
+        lambda s: s.queue_times,
+        lambda s: s.queue.ns,
+    ),
+    "accel_compute_duration_seconds": (
+        "Time of answered requests in the model, their inputs and outputs included",
+        lambda s: s.compute_times,
+        lambda s: s.compute_input.ns + s.compute_infer.ns + s.compute_output.ns,
+    ),
+}
+
+
 def _waiting(found: ModelStatistics) -> int:
     return found.queue_depth
 
@@ -48,12 +71,24 @@ class _Rows(Collector):
             yield self._metric(name, text, "counter", read)
         yield self._metric("nv_inference_pending_request_count", "Requests that wait to be run", "gauge", _waiting)
 
+        for name, (text, histogram, total) in _HISTOGRAMS.items():
+            family = HistogramMetricFamily(name, text, labels=["model", "version"])
+            for model, version, found in self._rows:
+                family.add_metric([model, version], _buckets(histogram(found)), total(found) / 1e9)
+            yield family
+
     def _metric(self, name: str, text: str, kind: str, read: object) -> Metric:
         metric = Metric(name, text, kind)
         for model, version, found in self._rows:
             labels = {"model": model, "version": version}
             metric.add_sample(name, labels, read(found))  # type: ignore[operator]
         return metric
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Prometheus counts in each bucket what is in those before it, too."""
+    ends = [floatToGoString(ns / 1e9) for ns in LATENCIES_NS] + ["+Inf"]
+    return list(zip(ends, accumulate(histogram.counts), strict=True))
 
 
 def render(rows: list[Row]) -> bytes:

@@ -25,8 +25,8 @@ PLATFORMS = {
 }
 # Our own options live in the config's free parameters, so that the file stays one that Triton reads.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
+LENGTH_GROUPING = "length_grouping"  # cost (by what the batches cost, the default) or none (as the requests came)
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
-_KNOWN = {LENGTH_DIM, LENGTH_MASK, THREADS, QUEUE_ROWS, QUEUE_BYTES}
 _CONTROLS = {
     "CONTROL_SEQUENCE_START": "START",
     "CONTROL_SEQUENCE_READY": "READY",
@@ -186,6 +186,7 @@ def scheduling(config: ModelConfig, signature: Signature) -> Scheduling:
         raise BadRepository(f"model '{name}': preferred_batch_size has to be from 1 to max_batch_size ({largest})")
     options = _parameters(config)
     smallest = signature.dims[signature.batch_dim].min if signature.batch_dim and largest else 1
+    resources, resource_priority = _rate_limit(config)
     return Scheduling(
         max_batch_size=largest,
         dynamic=dynamic,
@@ -205,7 +206,20 @@ def scheduling(config: ModelConfig, signature: Signature) -> Scheduling:
         sequence=_sequence(config),
         decoupled=config.model_transaction_policy.decoupled,
         response_cache=config.response_cache.enable,
+        resources=resources,
+        resource_priority=resource_priority,
     )
+
+
+def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
+    """What a run takes of the resources, and the priority. Where there are no devices a resource of each device and a
+    global one are the same."""
+    limits = [group.rate_limiter for group in config.instance_group]
+    if any(limit != limits[0] for limit in limits):
+        raise BadRepository(f"model '{config.name}': give all of its instance groups the same rate_limiter")
+    if not limits:
+        return {}, 1
+    return {resource.name: resource.count for resource in limits[0].resources if resource.count}, limits[0].priority
 
 
 def _parameters(config: ModelConfig) -> dict[str, str]:
@@ -259,7 +273,10 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
             except ValueError:
                 raise BadRepository(f"model '{config.name}': the parameter {key} is {text!r}; write a number") from None
     outputs = {spec.name: spec.shape.index(dim) for spec in signature.outputs if dim in spec.shape}
-    return LengthBatching(dim=dim, mask=mask, pad=pad, outputs=outputs)
+    grouping = options.get(LENGTH_GROUPING, "cost")
+    if grouping not in ("cost", "none"):
+        raise BadRepository(f"model '{config.name}': {LENGTH_GROUPING} is {grouping!r}; write cost or none")
+    return LengthBatching(dim=dim, mask=mask, pad=pad, outputs=outputs, grouped=grouping == "cost")
 
 
 def _sequence(config: ModelConfig) -> SequenceBatching | None:

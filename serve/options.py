@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from accel.errors import UsageError
 from accel.serve.access import Access, read_tokens
 from accel.serve.loading import Loading
 from accel.serve.model_files import Trust
+from accel.serve.pinning import parse_policy
+from accel.serve.rate_limit import RateLimiter, parse_limit
 from accel.serve.repository import Repository
 from accel.serve.response_cache import ResponseCache
 
@@ -18,11 +21,15 @@ if TYPE_CHECKING:
     from accel.serve.grpc_front import Tls
     from accel.serve.server import InferenceServer
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """``grpc_port``/``http_port``: 0 takes a free one, None has no such face. ``models``: loaded at first in explicit
     mode. ``threads``: of each session, 0 for what the runtime (or the process's share of the cores) gives.
+    ``restart``: a process of its own watches even over a single one and starts it again when it crashes.
+    ``rate_limits``: NAME:COUNT each, ``host_policies``: NAME,cpu-cores=RANGES each.
     ``drain``: seconds that requests have to end after SIGTERM. ``tokens``, ``tls_*``, ``log_file``: paths."""
 
     repository: str
@@ -33,6 +40,7 @@ class ServeOptions:
     models: tuple[str, ...] = ()
     poll_seconds: float = 15.0
     processes: int = 1
+    restart: bool = False
     threads: int = 0
     grpc_threads: int = 128
     max_message: int = (1 << 31) - 1
@@ -45,8 +53,15 @@ class ServeOptions:
     allow_pickle: bool = False
     strict_readiness: bool = False
     response_cache_bytes: int = 64 << 20
+    rate_limits: tuple[str, ...] = ()
+    host_policies: tuple[str, ...] = ()
     log_file: str | None = None
     log_level: str = "info"
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the serving is done by processes below this one."""
+        return self.processes > 1 or self.restart
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -54,7 +69,7 @@ class ServeOptions:
     @classmethod
     def from_text(cls, text: str) -> ServeOptions:
         body = json.loads(text)
-        return cls(**{**body, "models": tuple(body["models"])})
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in body.items()})
 
     def tls(self) -> Tls | None:
         """``UsageError`` where only a part of it is given."""
@@ -77,6 +92,8 @@ class ServeOptions:
                 trust=Trust(insecure=self.insecure, allow_pickle=self.allow_pickle),
                 threads=self.threads,
                 cache=ResponseCache(self.response_cache_bytes) if self.response_cache_bytes else None,
+                limiter=RateLimiter(_parsed("--rate-limit-resource", self.rate_limits, parse_limit)),
+                host_policies=_parsed("--host-policy", self.host_policies, parse_policy),
             ),
             poll_seconds=self.poll_seconds,
             drain=self.drain,
@@ -94,3 +111,12 @@ class ServeOptions:
             # So many threads stay free for the other models when one hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
+
+
+def _parsed(flag: str, texts: tuple[str, ...], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
+    """``UsageError`` where one of ``texts`` isn't what ``flag`` takes."""
+    try:
+        return dict(parse(text) for text in texts)
+    except ValueError:
+        form = {"--host-policy": "NAME,cpu-cores=0-3,6", "--rate-limit-resource": "NAME:COUNT"}[flag]
+        raise UsageError(f"{flag} takes {form}, got: {' '.join(texts)}") from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError
-from accel.serve.inference import Code, DurationStatistic, ModelStatistics, ServeError
+from accel.serve.inference import Code, DurationStatistic, Histogram, ModelStatistics, ServeError
 from accel.serve.model import ServedModel
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def add_statistics(total: ModelStatistics, other: ModelStatistics) -> None:
         mine, theirs = getattr(total, field.name), getattr(other, field.name)
         if isinstance(mine, DurationStatistic):
             mine.add(theirs.ns, theirs.count)
+        elif isinstance(mine, Histogram):
+            mine.merge(theirs)
         elif field.name == "batches":
             for size, durations in theirs.items():
                 known = mine.setdefault(size, tuple(DurationStatistic() for _ in durations))

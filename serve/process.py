@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import logging.handlers
 import os
+import resource
 import signal
 import sys
 import threading
@@ -24,6 +26,7 @@ log = logging.getLogger("accel.serve")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LAME_DUCK = 1.0
+_MOST_FILES = 1 << 20
 _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -66,34 +69,33 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
+def raise_file_limit() -> None:
+    """Every connection is an open file: take as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str, Transport]:
     """What it listens with, by name."""
     found: dict[str, Transport] = {}
-    shared = options.processes > 1
+    common: dict[str, Any] = {
+        "host": options.host,
+        "threads": options.grpc_threads,
+        "max_message": options.max_message,
+        "tls": options.tls(),
+        "shared": options.supervised,
+    }
     if options.grpc_port is not None:
         from accel.serve.grpc_front import GrpcTransport
 
-        found["grpc"] = GrpcTransport(
-            server,
-            host=options.host,
-            port=options.grpc_port,
-            threads=options.grpc_threads,
-            max_message=options.max_message,
-            tls=options.tls(),
-            shared=shared,
-        )
+        found["grpc"] = GrpcTransport(server, port=options.grpc_port, **common)
     if options.http_port is not None:
         from accel.serve.http_front import HttpTransport
 
-        found["http"] = HttpTransport(
-            server,
-            host=options.host,
-            port=options.http_port,
-            threads=options.grpc_threads,
-            max_message=options.max_message,
-            tls=options.tls(),
-            shared=shared,
-        )
+        found["http"] = HttpTransport(server, port=options.http_port, **common)
     return found
 
 
@@ -143,6 +145,9 @@ class ServingProcess:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, asked)
+        with contextlib.suppress(OSError, ValueError):  # no stderr to write to
+            faulthandler.enable(all_threads=False)  # a native crash says where it was
+        raise_file_limit()
         self.start()
         log.info("serving", extra={"ports": self.ports, "models": sorted(self.server.repository.loaded())})
         if ready is not None:

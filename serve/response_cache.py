@@ -6,11 +6,11 @@ import hashlib
 import itertools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from cachetools import LRUCache
 
 from accel.serve.inference import (
     Answer,
@@ -26,6 +26,7 @@ from accel.serve.queue import request_bytes
 from accel.serve.statistics import Recorder, merged, ns
 
 Key = tuple[int, bytes]
+_Row = tuple[Mapping[str, np.ndarray], int]  # the outputs, and what they hold
 
 # What an entry holds besides its arrays, about.
 _OVERHEAD = 512
@@ -36,13 +37,17 @@ class ResponseCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.nbytes = 0
         self._lock = threading.Lock()
-        self._found: OrderedDict[Key, tuple[Mapping[str, np.ndarray], int]] = OrderedDict()
+        self._found: LRUCache[Key, _Row] = LRUCache(max_bytes, getsizeof=lambda row: row[1])
         self._owners = itertools.count()
 
     def __len__(self) -> int:
         return len(self._found)
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return int(self._found.currsize)
 
     def new_owner(self) -> int:
         """A number for one loaded version: the same version loaded again may have other weights."""
@@ -52,10 +57,7 @@ class ResponseCache:
         """The outputs, not to be written to."""
         with self._lock:
             row = self._found.get(key)
-            if row is None:
-                return None
-            self._found.move_to_end(key)
-            return row[0]
+        return None if row is None else row[0]
 
     def put(self, key: Key, outputs: Mapping[str, np.ndarray]) -> None:
         """Keep a copy: what comes from a session is often a part of a larger array, and may be written to."""
@@ -66,19 +68,13 @@ class ResponseCache:
         for value in kept.values():
             value.flags.writeable = False
         with self._lock:
-            if key in self._found:
-                self.nbytes -= self._found.pop(key)[1]
             self._found[key] = (kept, size)
-            self.nbytes += size
-            while self.nbytes > self.max_bytes:
-                _, (_, freed) = self._found.popitem(last=False)
-                self.nbytes -= freed
 
     def forget(self, owner: int) -> None:
         """Drop what belongs to a version that was unloaded."""
         with self._lock:
             for key in [key for key in self._found if key[0] == owner]:
-                self.nbytes -= self._found.pop(key)[1]
+                del self._found[key]
 
 
 def request_digest(request: InferenceRequest, *, name: str, version: str) -> bytes:
@@ -138,10 +134,7 @@ class CachingExecutor:
             return self.inner.submit(request, self._keeping(key, looked_up, answer))
         hit = _Hit(Durations(total=looked_up))
         with self._lock:
-            figures = self._recorder.figures
-            figures.received += 1
-            figures.success.add(looked_up)
-            figures.cache_hit.add(looked_up)
+            self._recorder.found(looked_up)
         answer(InferenceResponse(model=self.name, version=self.version, id=request.id, outputs=outputs))
         return hit
 

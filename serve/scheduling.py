@@ -24,12 +24,14 @@ class QueuePolicy:
 class LengthBatching:
     """Batching of inputs that differ in one dim. ``dim``: its name in the signature. ``mask``: the input that says
     which positions are real (made where the client sent none). ``pad``: value by input, 0 where not named.
-    ``outputs``: axis to cut back to the request's own length, by output."""
+    ``outputs``: axis to cut back to the request's own length, by output. ``grouped`` False makes batches in the order
+    of arrival, whatever the lengths, and pads them to their longest."""
 
     dim: str
     mask: str | None = None
     pad: Mapping[str, float] = field(default_factory=dict)
     outputs: Mapping[str, int] = field(default_factory=dict)
+    grouped: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Scheduling:
     ``queue_rows``/``queue_bytes``: what may wait in all, over every priority. ``response_cache``: equal requests are
     answered from the cache of the server. ``eager``: a request that finds an instance idle and the queue empty is run
     at once, whatever ``max_delay_us`` and ``preferred`` say; False waits for company even then, as Triton does.
+    ``resources``: what a run takes of what the models share, by name; ``resource_priority``: see ``rate_limit.py``.
     """
 
     max_batch_size: int = 0
@@ -72,6 +75,8 @@ class Scheduling:
     decoupled: bool = False
     response_cache: bool = False
     eager: bool = True
+    resources: Mapping[str, int] = field(default_factory=dict)
+    resource_priority: int = 1
 
     @property
     def server_inputs(self) -> frozenset[str]:

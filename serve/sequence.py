@@ -11,14 +11,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from accel.errors import BadConfig
 from accel.serve.inference import (
     Answer,
     Code,
@@ -32,15 +28,15 @@ from accel.serve.inference import (
 from accel.serve.instances import QueuedExecutor, Result
 from accel.serve.queue import queue_full, request_bytes
 from accel.serve.scheduling import Scheduling, SequenceBatching
+from accel.serve.sequence_state import ServerInputs
 from accel.serve.statistics import Recorder, merged, ns
-from accel.signature import numpy_dtype
 
 if TYPE_CHECKING:
-    from accel.signature import Signature, TensorSpec
+    import numpy as np
+
+    from accel.signature import Signature
 
 _LOG = logging.getLogger(__name__)
-
-CONTROLS = ("START", "END", "READY", "CORRID")
 
 
 class _Step:
@@ -97,8 +93,7 @@ class SequenceExecutor:
         self.version = version
         self._options = options
         self._scheduling = scheduling
-        self._specs = {spec.name: spec for spec in signature.inputs}
-        self._outputs = tuple(spec.name for spec in signature.outputs)
+        self._states = ServerInputs(signature, scheduling, options)
         self._clock = clock
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
@@ -169,11 +164,8 @@ class SequenceExecutor:
         for name in self._scheduling.server_inputs:
             if name in request.inputs:
                 raise refused(f"not send '{name}', which the server keeps")
-        if corrid := self._options.controls.get("CORRID"):
-            try:
-                self._control(corrid, request.sequence_id)
-            except (TypeError, ValueError, OverflowError):
-                raise refused(f"specify a correlation ID that fits '{self._specs[corrid]}'") from None
+        if (unfit := self._states.unfit(request.sequence_id)) is not None:
+            raise refused(f"specify a correlation ID that fits '{unfit}'")
 
     def _used(self, sequence: _Sequence, now: float) -> None:
         sequence.last_used = now
@@ -212,7 +204,7 @@ class SequenceExecutor:
                     sequence.states = None
             try:
                 ticket = self.inner.submit(
-                    self._request(sequence, step.request),
+                    self._states.added(step.request, sequence.states),
                     partial(self._answered, sequence, step),
                     arrived=step.arrived,
                 )
@@ -235,47 +227,6 @@ class SequenceExecutor:
         self._waiting_bytes -= step.nbytes
         return step
 
-    def _request(self, sequence: _Sequence, request: InferenceRequest) -> InferenceRequest:
-        """The request with the inputs that the server makes."""
-        inputs = dict(request.inputs)
-        for name in self._options.states.values():
-            if sequence.states is None:
-                inputs[name] = self._zeros(self._specs[name], request.inputs)
-            else:
-                inputs[name] = sequence.states[name]
-        values: dict[str, int | str] = {
-            "START": int(request.sequence_start),
-            "END": int(request.sequence_end),
-            "READY": 1,
-            "CORRID": request.sequence_id,
-        }
-        for control, name in self._options.controls.items():
-            inputs[name] = self._control(name, values[control])
-        asked = self._outputs if request.outputs is None else request.outputs
-        outputs = (*asked, *(name for name in self._options.states if name not in asked))
-        return replace(request, inputs=inputs, outputs=outputs)
-
-    def _control(self, name: str, value: int | str) -> np.ndarray:
-        spec = self._specs[name]
-        shape = [size if isinstance(size, int) else 1 for size in spec.shape]
-        if spec.dtype == "string":
-            return np.full(shape, str(value), dtype=object)
-        return np.full(shape, np.array(int(value), dtype=numpy_dtype(spec.dtype)))
-
-    def _zeros(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The state of a new sequence. A dynamic dim that the request's inputs have too is as large as theirs; one that
-        only states have (what was seen so far) starts empty."""
-        known = {
-            dim: size
-            for name, value in inputs.items()
-            if name in self._specs
-            for dim, size in zip(self._specs[name].shape, value.shape, strict=False)
-        }
-        shape = [size if isinstance(size, int) else known.get(size, 0) for size in spec.shape]
-        if self._scheduling.max_batch_size:
-            shape[0] = 1
-        return np.full(shape, "", object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))
-
     # Answering them
 
     def _answered(self, sequence: _Sequence, step: _Step, result: Result) -> None:
@@ -285,15 +236,8 @@ class SequenceExecutor:
             if sequence.id in self._sequences:
                 self._used(sequence, self._clock())
             if isinstance(result, InferenceResponse):
-                asked = step.request.outputs
-                # Copies: what the session gave may be a part of a whole batch.
-                sequence.states = {to: np.array(result.outputs[output]) for output, to in self._options.states.items()}
-                outputs = {
-                    name: value
-                    for name, value in result.outputs.items()
-                    if (name in asked if asked is not None else name not in self._options.states)
-                }
-                result = replace(result, outputs=outputs)
+                sequence.states = self._states.kept(result)
+                result = self._states.without(result, step.request)
             else:
                 failed = self._fail_behind(sequence, step, 0)
         self._give(step, result)
@@ -392,22 +336,3 @@ class SequenceExecutor:
         self.inner.close(max(0.0, end - time.monotonic()))
         with self._lock:
             self._sequences.clear()
-
-
-def check_sequence(signature: Signature, options: SequenceBatching, *, name: str) -> None:
-    """Raise ``BadConfig`` where the states or controls are not tensors of the model."""
-    inputs, outputs = ({spec.name: spec for spec in specs} for specs in (signature.inputs, signature.outputs))
-    for output, to in options.states.items():
-        if output not in outputs:
-            raise BadConfig(f"model '{name}': the state output '{output}' is not one of its outputs")
-        if to not in inputs:
-            raise BadConfig(f"model '{name}': the state input '{to}' is not one of its inputs")
-        if outputs[output].dtype != inputs[to].dtype:
-            raise BadConfig(f"model '{name}': state '{output}' is not of the dtype of '{to}'; cast one in the model")
-    for control, to in options.controls.items():
-        if control not in CONTROLS:
-            raise BadConfig(f"model '{name}': unknown control '{control}'; use {', '.join(CONTROLS)}")
-        if to not in inputs:
-            raise BadConfig(f"model '{name}': the control input '{to}' is not one of its inputs")
-    if options.max_sequences < 1 or options.max_idle_us < 0:
-        raise BadConfig(f"model '{name}': max_sequences has to be at least 1 and max_idle_us not negative")

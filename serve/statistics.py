@@ -31,6 +31,16 @@ class Recorder:
         figures.compute_input.add(durations.compute_input)
         figures.compute_infer.add(durations.compute_infer)
         figures.compute_output.add(durations.compute_output)
+        figures.request_times.add(durations.total)
+        figures.queue_times.add(durations.queue)
+        figures.compute_times.add(durations.compute_input + durations.compute_infer + durations.compute_output)
+
+    def found(self, ns: int) -> None:
+        """One request came and was answered from the cache, ``ns`` after that."""
+        self.figures.received += 1
+        self.figures.success.add(ns)
+        self.figures.cache_hit.add(ns)
+        self.figures.request_times.add(ns)
 
     def failed(self, error: ServeError, ns: int) -> None:
         """One request was answered with ``error``, ``ns`` after it came."""
@@ -70,6 +80,7 @@ def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
     for name in ("success", "fail", "cancel", "cache_hit", "cache_miss"):
         further: DurationStatistic = getattr(outer, name)
         getattr(inner, name).add(further.ns, further.count)
+    inner.request_times.merge(outer.request_times)
     inner.received += outer.received
     inner.queue_depth += outer.queue_depth
     return inner

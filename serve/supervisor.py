@@ -1,4 +1,4 @@
-"""Several processes on one port: started, watched, started again when they crash, ended together.
+"""Several processes on one port (or one): started, watched, started again when they crash, ended together.
 
 Each has its own interpreter and its own share of the cores; the kernel spreads connections over them (SO_REUSEPORT). A
 crash costs the requests that this process had, and no others.
@@ -27,14 +27,13 @@ from accel.serve.options import ServeOptions
 
 log = logging.getLogger("accel.serve")
 
-# A process that ends sooner than this has not served; so often in a row and nothing will help.
-_STARTED_WELL, _ATTEMPTS = 10.0, 5
+# So often in a row ended before it served, and nothing will help.
+_ATTEMPTS = 5
 
 
 @dataclass
 class _Running:
     process: subprocess.Popen[str]
-    since: float
     failures: int = 0
     ready: bool = False
     reason: str = ""
@@ -121,11 +120,11 @@ class Supervisor:
                 self._running[index] = again
 
     def _died(self, index: int, running: _Running, code: int) -> None:
-        """Log it; give up where it never got as far as serving."""
+        """Log it; give up where it never gets as far as serving. One that did may crash as often as it will."""
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if not running.ready and running.reason:
             raise BadRepository(running.reason)
-        running.failures = 0 if time.monotonic() - running.since > _STARTED_WELL else running.failures + 1
+        running.failures = 0 if running.ready else running.failures + 1
         log.error(
             "a process died and is started again", extra={"index": index, "pid": running.process.pid, "died": died}
         )
@@ -157,7 +156,7 @@ class Supervisor:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(body) + "\n")
             process.stdin.flush()
-        running = _Running(process, time.monotonic())
+        running = _Running(process)
         threading.Thread(target=self._listen, args=(running,), daemon=True).start()
         return running
 

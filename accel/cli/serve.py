@@ -35,6 +35,9 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--poll-seconds", type=click.FloatRange(0.05), default=15.0, show_default=True)
 @click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes on one port.")
+@click.option(
+    "--restart", is_flag=True, help="Start a process again when it crashes; always so with --processes 2 or more."
+)
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a session; 0: its share of the cores.")
 @click.option("--grpc-threads", type=click.IntRange(4), default=128, show_default=True, help="Calls that wait at once.")
 @click.option("--max-message", type=click.IntRange(1), default=(1 << 31) - 1, help="Largest message in bytes.")
@@ -55,6 +58,20 @@ _FILE = click.Path(path_type=Path)
     default=64 << 20,
     show_default=True,
     help="What all models that ask for a response cache share in a process; 0: a cache of its own for each.",
+)
+@click.option(
+    "--rate-limit-resource",
+    "rate_limits",
+    multiple=True,
+    metavar="NAME:COUNT",
+    help="How much of a resource there is for the rate_limiter of the models' configs, in each process.",
+)
+@click.option(
+    "--host-policy",
+    "host_policies",
+    multiple=True,
+    metavar="NAME,cpu-cores=0-3",
+    help="Cores for the instance groups whose config names this host_policy.",
 )
 @click.option(
     "--manifest",
@@ -94,7 +111,7 @@ def command(
         _check(options, say)
         return
     start_logging(options)
-    if options.processes > 1:
+    if options.supervised:
         Supervisor(options).run()
     else:
         ServingProcess(options).run()

@@ -45,8 +45,8 @@ def serve() -> Iterator[Callable[..., Served]]:
     """``serve(repository, ...)`` is a running command, on free ports where ``free``, ended after the test."""
     made: list[Served] = []
 
-    def begin(*words: str, free: bool = True) -> Served:
-        made.append(Served(*words, *(("--grpc-port", "0", "--http-port", "0") if free else ())))
+    def begin(*words: str, free: bool = True, path: Path | None = None) -> Served:
+        made.append(Served(*words, *(("--grpc-port", "0", "--http-port", "0") if free else ()), path=path))
         return made[-1]
 
     yield begin

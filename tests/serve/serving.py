@@ -8,18 +8,24 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_builder as build
+import tritonclient.grpc as triton
 from onnx import TensorProto
+from tritonclient.utils import InferenceServerException
 
 from accel.serve.process import ServingProcess
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
+
+# On the path of a server: models under "bad" do what their input says, see the file there.
+FAULTY = Path(__file__).parent / "faulty_sessions"
 
 
 def linear(folder: Path, scale: float = 1.0) -> Path:
@@ -58,14 +64,17 @@ Start = Callable[..., ServingProcess]
 
 
 class Served:
-    """A running ``accel serve`` and its log."""
+    """A running ``accel serve`` and its log. ``path``: where its processes look for Python modules first."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, path: Path | None = None) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "accel", "serve", *words],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([*([str(path)] if path else []), *filter(None, sys.path)]),
+            },
         )
         self.log: list[dict[str, Any]] = []
         self._news = threading.Condition()
@@ -98,3 +107,60 @@ class Served:
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def client(port: int) -> triton.InferenceServerClient:
+    """A client with a connection of its own."""
+    # By default all clients of a process share a connection, which reaches one process.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
+
+
+def ask(made: Any, model: str = "linear", mark: float = 1.0, **options: Any) -> np.ndarray:
+    """One row of ``mark``."""
+    given = triton.InferInput("x", [1, 4], "FP32")
+    given.set_data_from_numpy(np.full((1, 4), mark, np.float32))
+    found: np.ndarray = made.infer(model, [given], **options).as_numpy("y")
+    return found
+
+
+class Load:
+    """Clients that ask ``linear`` without a pause, each on its own connection; what they got."""
+
+    def __init__(self, port: int, count: int = 4) -> None:
+        self.answers, self.errors = 0, []
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(port,)) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, port: int) -> None:
+        with client(port) as made:
+            while not self._stop.is_set():
+                try:
+                    y = ask(made)
+                except InferenceServerException as error:
+                    with self._lock:
+                        self.errors.append((error.status(), error.message()))
+                    if "stop" in str(error) or self._stop.is_set():
+                        return
+                    continue
+                with self._lock:
+                    self.answers += int(np.allclose(y, WEIGHTS.sum(0)))
+
+    def more(self, count: int) -> None:
+        """Wait for so many further answers."""
+        wanted, deadline = self.answers + count, time.monotonic() + 60
+        while self.answers < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+def pids(served: Any) -> list[int]:
+    """Of the processes that serve, as they came."""
+    return [line["process"] for line in served.log if line["message"] == "serving"]

@@ -165,6 +165,22 @@ def test_metrics(client: Any, process: Any) -> None:
     assert samples["nv_inference_request_failure"] == 0
     assert 'nv_inference_request_success{model="linear",version="1"} 3.0' in text.decode()  # Triton's name
     assert found["nv_inference_request_success"].type == "counter"
+    for what in ("request", "queue", "compute"):
+        rows = [s for s in found[f"accel_{what}_duration_seconds"].samples if s.labels.get("model") == "linear"]
+        buckets = [s.value for s in rows if s.name.endswith("_bucket")]
+        assert buckets == sorted(buckets)
+        assert len(buckets) == 17
+        [(count, total)] = zip(
+            *([s.value for s in rows if s.name.endswith(end)] for end in ("_count", "_sum")), strict=True
+        )
+        assert buckets[-1] == count == 3
+        spent = (
+            samples[f"nv_inference_{what}_duration_us"]
+            if what != "compute"
+            else sum(samples[f"nv_inference_compute_{part}_duration_us"] for part in ("input", "infer", "output"))
+        )
+        assert total * 1e6 == pytest.approx(spent, abs=3)
+    assert samples["nv_inference_pending_request_count"] == 0
 
 
 def test_probes_while_it_ends(process: Any) -> None:

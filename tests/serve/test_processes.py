@@ -7,66 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
-from serving import WEIGHTS, linear
-from tritonclient.utils import InferenceServerException
-
-
-def client(port: int) -> triton.InferenceServerClient:
-    # A connection of its own: by default all clients of a process share one, which reaches one process.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    return triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
-
-
-def ask(made: Any) -> np.ndarray:
-    given = triton.InferInput("x", [1, 4], "FP32")
-    given.set_data_from_numpy(np.ones((1, 4), np.float32))
-    found: np.ndarray = made.infer("linear", [given]).as_numpy("y")
-    return found
-
-
-class Load:
-    """Clients that ask without a pause, each on its own connection; what they got."""
-
-    def __init__(self, port: int, count: int = 4) -> None:
-        self.answers, self.errors = 0, []
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(port,)) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, port: int) -> None:
-        with client(port) as made:
-            while not self._stop.is_set():
-                try:
-                    y = ask(made)
-                except InferenceServerException as error:
-                    with self._lock:
-                        self.errors.append((error.status(), error.message()))
-                    if "stop" in str(error) or self._stop.is_set():
-                        return
-                    continue
-                with self._lock:
-                    self.answers += int(np.allclose(y, WEIGHTS.sum(0)))
-
-    def more(self, count: int) -> None:
-        """Wait for so many further answers."""
-        wanted, deadline = self.answers + count, time.monotonic() + 60
-        while self.answers < wanted:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def end(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(30)
+from serving import WEIGHTS, Load, ask, client, linear, pids
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
@@ -92,10 +38,6 @@ def two(repository: Path, serve: Any) -> Any:
     served.ready = served.wait_for("all processes serve")
     served.grpc = served.ready["ports"]["grpc"]
     return served
-
-
-def pids(served: Any) -> list[int]:
-    return [line["process"] for line in served.log if line["message"] == "serving"]
 
 
 def test_a_killed_process(two: Any) -> None:

@@ -120,6 +120,11 @@ def by_hand(
     return executor, session, clock
 
 
+def waiting(**options: Any) -> Scheduling:
+    """Batches of up to 8 that are waited for 1 ms, even by an idle instance."""
+    return Scheduling(**{"max_batch_size": 8, "dynamic": True, "max_delay_us": 1000, "eager": False} | options)
+
+
 def run_all(executor: QueuedExecutor) -> None:
     while executor.poll():
         pass

@@ -154,5 +154,5 @@ def test_rows_and_bytes_add_up(steps: list[tuple[int, int, float, str]]) -> None
         waiting = list(queue)
         assert len(waiting) == len(queue)
         assert queue.rows == sum(e.rows for e in waiting)
-        assert queue.nbytes == sum(e.request.nbytes for e in waiting)
+        assert queue.nbytes == sum(value.nbytes for e in waiting for value in e.request.inputs.values())
         assert queue.next_instant() > now or not queue or what != "e"

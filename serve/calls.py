@@ -1,0 +1,129 @@
+"""From a transport's call to the request of a model, and from the model's response to the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accel.serve.classification import classify
+from accel.serve.inference import InferenceRequest, InferenceResponse, Parameter
+from accel.serve.tensors import decode_raw, decode_typed, encode, invalid, to_bytes, to_strings
+from accel.serve.transport import InferCall, InferReply, ReplyTensor, WantedOutput, WireInput
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.serve.model import ServedModel
+    from accel.serve.shared_memory import SharedMemory
+
+_FINAL = "triton_final_response"
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_SCHEDULING = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+
+
+def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> InferenceRequest:
+    """The request that ``call`` makes of ``model``. ``ServeError`` INVALID_ARGUMENT where it makes none."""
+    inputs: dict[str, np.ndarray] = {}
+    for given in call.inputs:
+        if given.name in inputs:
+            raise invalid(f"input '{given.name}' already exists in request for model '{model.name}'")
+        inputs[given.name] = _array(model, given, memory)
+    model.check_inputs(inputs)
+    names: tuple[str, ...] | None = tuple(model.outputs)
+    if call.outputs:
+        names = tuple(output.name for output in call.outputs)
+        for name in names:
+            if name not in model.outputs:
+                raise invalid(f"unexpected inference output '{name}' for model '{model.name}'")
+        if len(set(names)) != len(names):
+            raise invalid(f"an output is asked for twice for model '{model.name}'")
+    return _with_parameters(
+        InferenceRequest(
+            model=model.name,
+            version=model.version,
+            id=call.id,
+            inputs=inputs,
+            outputs=names,
+            deadline=call.deadline,
+        ),
+        call.parameters,
+    )
+
+
+def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.ndarray:
+    spec = model.check_input(given.name, given.datatype, given.shape)
+    if given.values is not None:
+        found = decode_typed(given.name, given.datatype, given.shape, given.values, model.name)
+    else:
+        raw = memory.view(given.slice) if given.slice is not None else given.raw
+        if raw is None:
+            raise invalid(f"input '{given.name}' for model '{model.name}' came without data")
+        found = decode_raw(given.name, given.datatype, given.shape, raw, model.name)
+    return to_strings(given.name, found, model.name) if spec.datatype == "BYTES" else found
+
+
+def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:
+    """Move the parameters that the protocol knows to where they belong."""
+    if not given:
+        return request
+    rest = {}
+    for key, value in given.items():
+        if key in _SCHEDULING:
+            _set(request, key, value)
+        elif key.startswith("triton_") and key != _EMPTY_FINAL:
+            raise invalid(f"parameter keys starting with 'triton_' are reserved for Triton usage, got '{key[:64]}'")
+        else:
+            rest[key] = value
+    request.parameters = rest
+    return request
+
+
+def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
+    if key == "sequence_id":
+        if isinstance(value, bool | float):
+            raise invalid("sequence_id has to be an integer or a string")
+        request.sequence_id = value
+    elif key in ("sequence_start", "sequence_end"):
+        if not isinstance(value, bool):
+            raise invalid(f"{key} has to be a boolean")
+        setattr(request, key, value)
+    else:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+            raise invalid(f"{key} has to be an integer that isn't negative")
+        setattr(request, "timeout_us" if key == "timeout" else key, value)
+
+
+def make_reply(model: ServedModel, call: InferCall, found: InferenceResponse, memory: SharedMemory) -> InferReply:
+    """The reply to ``call``, its outputs as they were asked for: classified, or placed in ``memory``."""
+    wanted = {output.name: output for output in call.outputs or ()}
+    tensors = []
+    for name, value in found.outputs.items():
+        asked = wanted.get(name) or WantedOutput(name)
+        kind = model.outputs[name].datatype
+        if asked.classification:
+            value = classify(
+                value, asked.classification, model.outputs[name].labels, bool(model.scheduling.max_batch_size)
+            )
+            kind = "BYTES"
+        elif kind == "BYTES":
+            value = to_bytes(value)
+        tensors.append(_placed(name, kind, value, asked, memory))
+    parameters, hidden = dict(found.parameters), False
+    if not call.single:
+        parameters[_FINAL] = found.final
+        hidden = not tensors and found.final and not call.parameters.get(_EMPTY_FINAL)
+    return InferReply(found.model, found.version, call.id, tensors, parameters, found.final, hidden)
+
+
+def _placed(name: str, kind: str, value: np.ndarray, asked: WantedOutput, memory: SharedMemory) -> ReplyTensor:
+    if asked.slice is None:
+        return ReplyTensor(name, kind, value.shape, value)
+    body = encode(value, kind)
+    if len(body) > asked.slice.byte_size:
+        raise invalid(
+            f"shared memory size specified with the request for output '{name}' ({asked.slice.byte_size} bytes) "
+            f"should be at least {len(body)} bytes to hold the results"
+        )
+    view = memory.view(asked.slice)
+    view[: len(body)] = body
+    return ReplyTensor(name, kind, value.shape, None, asked.slice)

@@ -1,0 +1,112 @@
+"""The inputs that the server makes for a stateful model, states and controls, and what it keeps of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from accel.errors import BadConfig
+from accel.serve.inference import InferenceRequest, InferenceResponse
+from accel.serve.scheduling import Scheduling, SequenceBatching
+from accel.signature import numpy_dtype
+
+if TYPE_CHECKING:
+    from accel.signature import Signature, TensorSpec
+
+CONTROLS = ("START", "END", "READY", "CORRID")
+
+
+class ServerInputs:
+    """States and controls as a model's signature has them."""
+
+    def __init__(self, signature: Signature, scheduling: Scheduling, options: SequenceBatching) -> None:
+        self._options = options
+        self._scheduling = scheduling
+        self._specs = {spec.name: spec for spec in signature.inputs}
+        self._outputs = tuple(spec.name for spec in signature.outputs)
+
+    def unfit(self, sequence_id: int | str) -> TensorSpec | None:
+        """The control input that ``sequence_id`` can't be given to."""
+        if corrid := self._options.controls.get("CORRID"):
+            try:
+                self._control(corrid, sequence_id)
+            except (TypeError, ValueError, OverflowError):
+                return self._specs[corrid]
+        return None
+
+    def added(self, request: InferenceRequest, states: Mapping[str, np.ndarray] | None) -> InferenceRequest:
+        """The request with the inputs that the server makes; ``states`` None is a sequence that begins."""
+        inputs = dict(request.inputs)
+        for name in self._options.states.values():
+            if states is None:
+                inputs[name] = self._zeros(self._specs[name], request.inputs)
+            else:
+                inputs[name] = states[name]
+        values: dict[str, int | str] = {
+            "START": int(request.sequence_start),
+            "END": int(request.sequence_end),
+            "READY": 1,
+            "CORRID": request.sequence_id,
+        }
+        for control, name in self._options.controls.items():
+            inputs[name] = self._control(name, values[control])
+        asked = self._outputs if request.outputs is None else request.outputs
+        outputs = (*asked, *(name for name in self._options.states if name not in asked))
+        return replace(request, inputs=inputs, outputs=outputs)
+
+    def _control(self, name: str, value: int | str) -> np.ndarray:
+        spec = self._specs[name]
+        shape = [size if isinstance(size, int) else 1 for size in spec.shape]
+        if spec.dtype == "string":
+            return np.full(shape, str(value), dtype=object)
+        return np.full(shape, np.array(int(value), dtype=numpy_dtype(spec.dtype)))
+
+    def _zeros(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The state of a new sequence. A dynamic dim that the request's inputs have too is as large as theirs; one that
+        only states have (what was seen so far) starts empty."""
+        known = {
+            dim: size
+            for name, value in inputs.items()
+            if name in self._specs
+            for dim, size in zip(self._specs[name].shape, value.shape, strict=False)
+        }
+        shape = [size if isinstance(size, int) else known.get(size, 0) for size in spec.shape]
+        if self._scheduling.max_batch_size:
+            shape[0] = 1
+        return np.full(shape, "", object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))
+
+    def kept(self, response: InferenceResponse) -> dict[str, np.ndarray]:
+        """The states after ``response``. Copies: what the session gave may be a part of a whole batch."""
+        return {to: np.array(response.outputs[output]) for output, to in self._options.states.items()}
+
+    def without(self, response: InferenceResponse, request: InferenceRequest) -> InferenceResponse:
+        """``response`` without the states that ``request`` didn't ask for."""
+        asked = request.outputs
+        outputs = {
+            name: value
+            for name, value in response.outputs.items()
+            if (name in asked if asked is not None else name not in self._options.states)
+        }
+        return replace(response, outputs=outputs)
+
+
+def check_sequence(signature: Signature, options: SequenceBatching, *, name: str) -> None:
+    """Raise ``BadConfig`` where the states or controls are not tensors of the model."""
+    inputs, outputs = ({spec.name: spec for spec in specs} for specs in (signature.inputs, signature.outputs))
+    for output, to in options.states.items():
+        if output not in outputs:
+            raise BadConfig(f"model '{name}': the state output '{output}' is not one of its outputs")
+        if to not in inputs:
+            raise BadConfig(f"model '{name}': the state input '{to}' is not one of its inputs")
+        if outputs[output].dtype != inputs[to].dtype:
+            raise BadConfig(f"model '{name}': state '{output}' is not of the dtype of '{to}'; cast one in the model")
+    for control, to in options.controls.items():
+        if control not in CONTROLS:
+            raise BadConfig(f"model '{name}': unknown control '{control}'; use {', '.join(CONTROLS)}")
+        if to not in inputs:
+            raise BadConfig(f"model '{name}': the control input '{to}' is not one of its inputs")
+    if options.max_sequences < 1 or options.max_idle_us < 0:
+        raise BadConfig(f"model '{name}': max_sequences has to be at least 1 and max_idle_us not negative")

@@ -1,0 +1,41 @@
+"""Python reads this first in every process of a server that is started with this folder on its path: in models under
+``bad`` the first number of the input decides what happens. 1 raises, 2 says so and hangs, 3 reads where nothing is."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accel.runtimes import base
+
+_open = base.open_session
+
+
+class Faulty:
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def run(self, feeds: Any) -> Any:
+        mark = feeds["x"].flat[0]
+        if mark == 1:
+            raise RuntimeError("the runtime gave up")
+        if mark == 2:
+            print("hangs", file=sys.stderr, flush=True)
+            time.sleep(600)
+        if mark == 3:
+            ctypes.string_at(0)
+        return self._session.run(feeds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def _opened(artifact: Any, *arguments: Any) -> Any:
+    session = _open(artifact, *arguments)
+    return Faulty(session) if "bad" in Path(artifact.path).parts else session
+
+
+base.open_session = _opened  # type: ignore[assignment]

@@ -1,0 +1,129 @@
+"""What a config says of its instances: the resources that a run takes, and the cores that it runs on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Start, ask, client, linear
+
+from accel.errors import UsageError
+from accel.serve import loading
+from accel.serve.options import ServeOptions
+from accel.serve.pinning import parse_policy
+
+RESOURCE = 'instance_group [{ count: %d rate_limiter { resources [{ name: "R" count: %d }] priority: 1 } }]'
+
+
+class Overlapping:
+    """A session that counts how many of its kind run at once."""
+
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def run(self, feeds: Any) -> Any:
+        with Overlapping.lock:
+            Overlapping.inside += 1
+            Overlapping.most = max(Overlapping.most, Overlapping.inside)
+        time.sleep(0.002)
+        with Overlapping.lock:
+            Overlapping.inside -= 1
+        return self._session.run(feeds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+@pytest.mark.parametrize(("limits", "most"), [((), 1), (("R:2",), 2)])
+def test_models_that_share_a_resource(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, limits: tuple[str, ...], most: int
+) -> None:
+    """Fails if the models of a repository run at once beyond what their configs allow, or a request is lost."""
+    real = loading.open_session
+    monkeypatch.setattr(loading, "open_session", lambda *given: Overlapping(real(*given)))
+    monkeypatch.setattr(Overlapping, "most", 0)
+    for name in ("one", "two"):
+        linear(tmp_path / "models" / name / "1")
+        (tmp_path / "models" / name / "config.pbtxt").write_text(RESOURCE % (2, 1))
+    process = start(tmp_path / "models", rate_limits=limits)
+
+    def ask_often(number: int) -> None:
+        with client(process.ports["grpc"]) as made:
+            for _ in range(25):
+                ask(made, ("one", "two")[number % 2], client_timeout=60)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask_often, range(6)))
+    assert Overlapping.most == most
+    for _, _, found in process.server.statistics():
+        assert found.success.count == found.received == 75
+
+
+def test_what_is_refused(tmp_path: Path, start: Start) -> None:
+    """Fails if a model is served whose resources or cores the server doesn't have, or a good one isn't beside it."""
+    configs = {
+        "good": "",
+        "needs": RESOURCE % (1, 3),
+        "unknown": 'instance_group [{ host_policy: "own" }]',
+        "mixed": RESOURCE % (1, 1) + RESOURCE % (1, 2),
+        "far": 'instance_group [{ host_policy: "far" }]',
+    }
+    for name, config in configs.items():
+        linear(tmp_path / "models" / name / "1")
+        (tmp_path / "models" / name / "config.pbtxt").write_text(config)
+    process = start(tmp_path / "models", rate_limits=("R:2",), host_policies=("far,cpu-cores=4000",))
+    reasons = {row.name: row.reason for row in process.server.index()}
+    assert "--rate-limit-resource R:3" in reasons["needs"]
+    assert "--host-policy own,cpu-cores=" in reasons["unknown"]
+    assert "same rate_limiter" in reasons["mixed"]
+    assert "4000" in reasons["far"]
+    with client(process.ports["grpc"]) as made:
+        assert ask(made, "good").shape == (1, 3)
+
+
+def pinned_threads(pid: int, core: int) -> int:
+    """Threads of a process that may run on ``core`` alone."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        lines = (task / "status").read_text().splitlines()
+        found += f"Cpus_allowed_list:\t{core}" in lines
+    return found
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: every thread is on it")
+def test_instances_on_their_own_cores(tmp_path: Path, serve: Any) -> None:
+    """Fails if a runtime's threads are free to wander, or those that only pass through are left on the core."""
+    core = max(os.sched_getaffinity(0))
+    models = tmp_path / "models"
+    linear(models / "own" / "1")
+    linear(models / "free" / "1")
+    text = 'instance_group [{ count: 2 host_policy: "own" }] parameters { key: "threads" value { string_value: "3" } }'
+    (models / "own" / "config.pbtxt").write_text(text)
+    served = serve(str(models), "--host-policy", f"own,cpu-cores={core}")
+    ports = served.wait_for("serving")["ports"]
+    with client(ports["grpc"]) as made:
+        for _ in range(20):
+            ask(made, "own")
+            ask(made, "free")
+    # ONNX Runtime adds to the thread that calls two of its own for each session.
+    assert pinned_threads(served.process.pid, core) == 4
+    assert served.end() == 0
+
+
+@pytest.mark.parametrize("text", ["own", "own,cpu-cores=", "own,cpu-cores=3-1", "own,numa-node=0", ",cpu-cores=1"])
+def test_policies_that_say_nothing(tmp_path: Path, text: str) -> None:
+    """Fails if a misspelt policy is taken for none."""
+    with pytest.raises(UsageError, match="--host-policy takes NAME,cpu-cores=0-3,6"):
+        ServeOptions(repository=str(tmp_path), host_policies=(text,)).open_repository()
+
+
+def test_ranges_of_cores() -> None:
+    """Fails if a range loses one of its ends."""
+    assert parse_policy("own,cpu-cores=0-2,5") == ("own", (0, 1, 2, 5))

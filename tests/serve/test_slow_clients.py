@@ -1,0 +1,189 @@
+"""Clients that don't finish what they say, don't read what they get, or connect and say nothing."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from serving import FLOAT, ask, client, identity, linear
+
+from accel.serve import proto
+from accel.serve.grpc_arrivals import Arrivals
+
+INFER = f"/{proto.SERVICE}/ModelInfer"
+STREAM = f"/{proto.SERVICE}/ModelStreamInfer"
+
+
+@pytest.fixture
+def served(tmp_path: Path, serve: Any) -> Any:
+    """``linear`` and ``same``, whose output is as large as its input, on sixteen threads."""
+    linear(tmp_path / "models" / "linear" / "1")
+    identity(tmp_path / "models" / "same" / "1", FLOAT)
+    found = serve(str(tmp_path / "models"), "--grpc-threads", "16", "--drain", "1")
+    found.ports = found.wait_for("serving")["ports"]
+    return found
+
+
+def own_channel(port: int) -> grpc.Channel:
+    return grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)])
+
+
+def test_clients_that_never_finish_their_message(served: Any) -> None:
+    """Fails if as many half-sent requests as there are threads, over gRPC and over HTTP, keep others out for good."""
+    released = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        released.wait(100)
+        yield from ()
+
+    head = b"POST /v2/models/linear/infer HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n{"
+    with ExitStack() as stack:
+        stack.callback(released.set)
+        slow = []
+        for _ in range(32):
+            channel = stack.enter_context(own_channel(served.ports["grpc"]))
+            slow.append(channel.stream_unary(INFER).future(nothing()))
+            left = stack.enter_context(socket.create_connection(("127.0.0.1", served.ports["http"])))
+            left.sendall(head)
+        with client(served.ports["grpc"]) as made:
+            for _ in range(3):
+                ask(made, client_timeout=60)
+        assert grpc.StatusCode.CANCELLED in [one.code() for one in slow if one.done()]
+    assert served.end() == 0
+
+
+def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
+    """Fails if a call is cut off that crowds nobody out, or one that has just come."""
+
+    class Call:
+        cancelled = False
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    now = [0.0]
+    arrivals = Arrivals(8, patience=5.0, longest=300.0, clock=lambda: now[0])
+    calls = [Call() for _ in range(6)]
+    arrived = threading.Semaphore(0)
+    end = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        arrived.release()
+        end.wait(60)
+        yield b"late"
+
+    threads = []
+    for call in calls:
+        threads.append(threading.Thread(target=arrivals.receive, args=(never(), call)))
+        threads[-1].start()
+        assert arrived.acquire(timeout=30)
+        now[0] += 1.0
+    assert arrivals.sweep() == 1  # the only one that is older than five seconds; two are more than half of eight
+    now[0] += 10.0
+    assert arrivals.sweep() == 2
+    assert [call.cancelled for call in calls] == [True, True, False, False, False, False]
+    now[0] += 300.0
+    arrivals.sweep()
+    assert all(call.cancelled for call in calls)
+    end.set()
+    for thread in threads:
+        thread.join(30)
+    assert arrivals.sweep() == 0
+
+
+def test_clients_that_do_not_read(served: Any) -> None:
+    """Fails if answers that nobody reads keep others out, or a stream that isn't read is answered without end."""
+    request = proto.message("ModelInferRequest")(model_name="same")
+    request.inputs.add(name="x", datatype="FP32", shape=[1 << 18])
+    request.raw_input_contents.append(bytes(1 << 20))
+    body = request.SerializeToString()
+    sent = [0] * 3
+
+    def requests(number: int) -> Iterator[bytes]:
+        for _ in range(400):
+            sent[number] += 1
+            yield body
+
+    head = (
+        b"POST /v2/models/same/infer HTTP/1.1\r\nHost: here\r\nInference-Header-Content-Length: %d\r\n"
+        b"Content-Length: %d\r\n\r\n%s"
+    )
+    text = (
+        b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [262144], "parameters": {"binary_data_size": 1048576}}'
+        b'], "parameters": {"binary_data_output": true}}'
+    )
+    with ExitStack() as stack:
+        for number in range(3):
+            channel = stack.enter_context(own_channel(served.ports["grpc"]))
+            unread = channel.stream_stream(STREAM)(requests(number))
+            stack.callback(unread.cancel)
+        for _ in range(20):
+            left = stack.enter_context(socket.socket())
+            left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            left.connect(("127.0.0.1", served.ports["http"]))
+            left.sendall(head % (len(text), len(text) + (1 << 20), text) + bytes(1 << 20))
+        with client(served.ports["grpc"]) as made:
+            for _ in range(10):
+                ask(made, client_timeout=60)
+            steady(sent)
+            ask(made, client_timeout=60)
+        assert max(sent) < 200  # 128 unanswered ones, and what the connection's own buffers hold
+        assert served.end() == 0
+
+
+def steady(sent: list[int]) -> None:
+    """Wait until nothing more has been sent for a second, for at most a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        before = list(sent)
+        time.sleep(1.0)
+        if before == sent:
+            return
+    pytest.fail(f"still sending: {sent}")
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections_left_open(served: Any, record_property: Any) -> None:
+    """Fails if connections that say nothing keep others out, slow them to a halt, or stay when their clients go. Where
+    the system allows fewer open files than that takes, there are fewer connections, and the output says how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = min(10_000, hard - 500)
+    record_property("connections", count)
+    print(f"{count} connections, of 10000; the limit of open files is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    before = open_files(served)
+    try:
+        with ExitStack() as stack:
+            for number in range(count):
+                port = served.ports["http" if number % 10 == 0 else "grpc"]
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            with client(served.ports["grpc"]) as made:
+                for _ in range(20):
+                    np.testing.assert_allclose(ask(made, client_timeout=60).shape, (1, 3))
+            until(lambda: open_files(served) >= before + count)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    until(lambda: open_files(served) <= before + 50)
+    with client(served.ports["grpc"]) as made:
+        ask(made, client_timeout=60)
+    assert served.end() == 0
+
+
+def open_files(served: Any) -> int:
+    return len(list(Path(f"/proc/{served.process.pid}/fd").iterdir()))
+
+
+def until(true: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
