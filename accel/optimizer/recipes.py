@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
+from accel.bench.environment import environment
 from accel.errors import MissingExtra, UnknownName, UnsupportedHere
 from accel.runtimes.base import get_runtime
 from accel.stage import StageConfig
@@ -133,9 +134,7 @@ def _impossible(src: Artifact, target: Target, precision: str, request: Request)
 
 
 def _cpu_has_bf16() -> bool:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    return "avx512_bf16" in text or "amx_bf16" in text
+    return bool({"avx512_bf16", "amx_bf16"} & set(environment(0, date=False)["cpu_features"]))
 
 
 def _variants(src: Artifact, target: Target, precision: str, request: Request) -> list[Recipe]:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import accel
-from accel.api import optimize as module
 from accel.artifact import Artifact, manifest_path
 from accel.errors import CannotWrite, NothingPassed, UnsupportedHere
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.choice import fastest, likeliest
 from accel.optimizer.judge import Judge, Judgement
 from accel.sources import open_source
 
@@ -179,7 +180,7 @@ def test_a_judgement_survives_json() -> None:
 
 
 def _row(name: str, ms: float, verdict: str) -> Any:
-    return module.CandidateResult(name=name, measured={"median_ms": ms, "verdict": verdict})
+    return CandidateResult(name=name, measured={"median_ms": ms, "verdict": verdict})
 
 
 def test_the_rule_of_choice() -> None:
@@ -188,17 +189,17 @@ def test_the_rule_of_choice() -> None:
     noisy, slower = _row("noisy", 9.9, "no measurable difference"), _row("slower", 20.0, "slower")
     wrong = replace(_row("wrong", 1.0, "faster"), status="rejected", reason="drop")
     good, best = _row("good", 6.0, "faster"), _row("best", 5.0, "faster")
-    assert module._fastest(source, [noisy, slower, wrong]) is source
-    assert module._fastest(source, [good, noisy, best, wrong]) is best
+    assert fastest(source, [noisy, slower, wrong]) is source
+    assert fastest(source, [good, noisy, best, wrong]) is best
     assert good.reason == "slower than best"
 
 
 def test_unmeasured_targets_prefer_fp16() -> None:
     """Fails if, where nothing can be measured, int8 is chosen over fp16, or something that was rejected."""
     rows = [replace(_row(p, 1.0, ""), precision=p) for p in ("fp32", "int8", "fp16")]
-    assert module._likeliest(rows).precision == "fp16"
+    assert likeliest(rows).precision == "fp16"
     rows[2].status = "rejected"
-    assert module._likeliest(rows).precision == "int8"
+    assert likeliest(rows).precision == "int8"
 
 
 def test_the_manifest_holds_the_measurement(result: Any) -> None:
