@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +14,18 @@ from accel.api.export import check_writable, open_cache
 from accel.artifact import Artifact
 from accel.bench.environment import available_cores
 from accel.cache import StageCache
-from accel.errors import UsageError
+from accel.errors import MissingExtra, UsageError
+from accel.optimizer.budget import Budget
 from accel.optimizer.candidate import CandidateResult, attempt, megabytes, not_tried
-from accel.optimizer.choice import fastest, fused, likeliest
+from accel.optimizer.choice import fused, likeliest
+from accel.optimizer.command import command_line
 from accel.optimizer.judge import Judge, Judgement, Metric
 from accel.optimizer.label_metric import read_labels
-from accel.optimizer.measurement import bench_feeds, measured
 from accel.optimizer.publish import check_out, publish
-from accel.optimizer.recipes import Request, precisions_for, recipes, targets_for
+from accel.optimizer.recipes import Request, likelihood, precisions_for, recipes, targets_for
+from accel.optimizer.report_page import PAGE, write_page
+from accel.optimizer.search import Search
+from accel.optimizer.workload import workload
 from accel.sources import REPORT, open_source
 from accel.stage import run_stage
 from accel.verify.data import Dataset, widened
@@ -34,7 +40,8 @@ SOURCE_NAME = "source"
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """``artifact``: what was taken, published. ``candidates``: all, the source first. ``max_drop``: the budget."""
+    """``artifact``: what was taken, published. ``candidates``: all, the source first. ``max_drop``: the budget.
+    ``command``: what asks for the same again."""
 
     artifact: Artifact
     chosen: str
@@ -42,11 +49,15 @@ class Optimization:
     max_drop: float
     environment: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    objective: str = "latency"
+    command: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "chosen": {"name": self.chosen, "file": self.artifact.path.name},
             "max_drop": self.max_drop,
+            "objective": self.objective,
+            "command": self.command,
             "candidates": [c.to_json() for c in self.candidates],
             "environment": dict(self.environment),
             "notes": list(self.notes),
@@ -68,8 +79,13 @@ def optimize(
     profiles: Sequence[str] = (),
     compute_capabilities: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
+    objective: str = "latency",
+    batch: int | None = None,
+    lengths: str | Sequence[int] | None = None,
     threads: int = 0,
+    vary_session: bool = True,
     rounds: int = 9,
+    budget_seconds: float | None = None,
     inputs: Inputs | None = None,
     weights: str | Path | None = None,
     dims: Dims | None = None,
@@ -77,17 +93,24 @@ def optimize(
     use_cache: bool = True,
 ) -> Optimization:
     """Make the candidates for ``target``, gate each, measure each, and publish the fastest within the budget to the
-    folder ``out``: ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, and ``optimize.json``.
+    folder ``out``: ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``
+    and ``report.html`` (with the extra ``report``).
 
     ``model``: an ONNX file, an artifact, or a PyTorch source (exported first). ``target``: ``auto`` (whatever this
     machine can run) or a name from ``Target``. ``precision``: only these. ``data``: samples (.npz, or a folder of them)
     for calibration and comparison. ``metric``: ``module:function`` or a function, ``f(outputs, data) -> float``, higher
-    is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with one label for
-    each sample; ``label_metric``: ``top1`` (default for integers), ``top5`` or ``spearman`` (default for floats).
-    ``max_drop``: how much worse than the source it may be: relative loss of the metric, or without one 1 minus the mean
-    cosine similarity of the outputs. ``profiles``:
-    optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
-    ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1).
+    is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with the labels of
+    each sample; ``label_metric``: see ``read_labels``. ``max_drop``: how much worse than the source it may be: relative
+    loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``: optimization
+    profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
+
+    ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1); ``batch``:
+    its batch; ``lengths``: a mix of lengths instead of one (``8,16,128``, a file of whole numbers, ``data``).
+    ``objective``: ``latency`` (one request after the other) or ``throughput`` (as many at once as the session takes).
+    ``vary_session``: the best candidates are also tried with other threads, streams, graph level and spinning; what is
+    taken is recorded and used by ``accel.load``, ``accel bench`` and ``accel serve``. ``threads``: these and no other.
+    ``budget_seconds``: how long it all may take, building included: the likeliest candidates first, then successive
+    halving; what has begun is finished, what wasn't tried has a row that says so, and nothing is taken unmeasured.
     ``kernels``: only candidates whose products are fused into accel's operators; the best of them is taken also where
     it isn't measurably faster than the source, and a note says so.
 
@@ -95,6 +118,7 @@ def optimize(
     target that can't run here nothing is measured: then the first of fp16, int8, bf16, fp32 within the budget is taken.
     Raises ``NothingPassed`` where a target that can't run here has no candidate within the budget.
     """
+    asked = {name: value for name, value in locals().items() if name != "model"}
     folder = Path(out)
     check_out(folder, str(model.path if isinstance(model, Artifact) else model))
     check_writable(folder / REPORT)
@@ -106,6 +130,9 @@ def optimize(
         if metric is not None:
             raise UsageError("labels bring their own metric; give either --metric or --labels")
         metric = read_labels(Path(labels), label_metric)
+    if budget_seconds is not None and not budget_seconds > 0:
+        raise UsageError(f"nothing can be tried in {budget_seconds:g} s; give --budget-seconds 60, say")
+    budget = Budget(budget_seconds)
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
         src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, cache)
@@ -124,9 +151,20 @@ def optimize(
             compute_capabilities=tuple(compute_capabilities),
             kernels=kernels,
         )
+        work = workload(
+            src.signature,
+            dataset,
+            objective=objective,
+            sizes=sizes or {},
+            batch=batch,
+            lengths=lengths,
+            cores=request.threads,
+        )
         made, left_out = recipes(src, request)
+        if budget.limited:
+            made = sorted(made, key=likelihood)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
-        rows = [attempt(recipe, src, calibration, judge, max_drop, cache) for recipe in made]
+        rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
         source = CandidateResult(
             name=SOURCE_NAME,
             target="ort-cpu",
@@ -145,18 +183,25 @@ def optimize(
         environment: Mapping[str, Any] = {}
         runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
         if runnable or not rows:
-            feeds = bench_feeds(src, dataset, sizes)
-            right = [row for row in runnable if row.status == "passed"]
-            environment = measured(source, right, feeds, request.threads, rounds, cache)
-            chosen = fastest(source, runnable)
+            search = Search(
+                source=source, workload=work, threads=request.threads, rounds=rounds, cache=cache, budget=budget
+            )
+            chosen = search.best(runnable)
             if kernels and chosen is source:
                 chosen = fused(source, runnable, notes)
-            shape = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            notes.append(f"measured at {shape}, {request.threads} threads")
+            elif vary_session and search.environment:
+                chosen, varied = search.vary_sessions(chosen, runnable, judge, max_drop, vary_threads=not threads)
+                rows += varied
+            environment = search.environment
+            done = f"{work.note}, {request.threads} threads"
+            notes.append(done if environment else budget.reason("anything was measured: the source itself was taken"))
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)
         chosen.status = "chosen"
+        with_page = find_spec("jinja2") is not None
+        if not with_page:
+            notes.append(f"no {PAGE}: {MissingExtra('jinja2', 'report')}")
         candidates = (source, *rows, *(not_tried(item) for item in left_out))
         result = Optimization(
             artifact=chosen.artifact or src,
@@ -165,17 +210,42 @@ def optimize(
             max_drop=max_drop,
             environment=environment,
             notes=tuple(notes),
+            objective=objective,
+            command=command_line(model, asked, _defaults(optimize)),
         )
         session = {
             "runtime": chosen.runtime,
             "options": chosen.options,
+            "objective": objective,
             "judgement": chosen.judgement.to_json() if chosen.judgement else None,
             "measured": dict(chosen.measured) if chosen.measured else None,
         }
         published = publish(
-            result.artifact, session, folder, lambda artifact: replace(result, artifact=artifact).to_json()
+            result.artifact,
+            session,
+            folder,
+            lambda artifact: replace(result, artifact=artifact).to_json(),
+            (lambda path, artifact: _write_page(path, replace(result, artifact=artifact))) if with_page else None,
         )
         return replace(result, artifact=published)
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+def _write_page(path: Path, result: Optimization) -> None:
+    write_page(
+        path,
+        title=f"{Path(str(result.artifact.source.get('spec', result.artifact.path.name))).name}: {result.chosen}",
+        artifact=result.artifact,
+        candidates=result.candidates,
+        max_drop=result.max_drop,
+        environment=result.environment,
+        notes=result.notes,
+        command=result.command,
+        objective=result.objective,
+    )
 
 
 def _as_onnx(

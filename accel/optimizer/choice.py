@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from accel.errors import NothingPassed, UnsupportedHere
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.recipes import UNMEASURED_ORDER
 
 
-def fastest(source: CandidateResult, rows: list[CandidateResult]) -> CandidateResult:
+def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> CandidateResult:
     """The fastest right candidate that is measurably faster than the source, else the source. The others are told why
     not."""
     best = source

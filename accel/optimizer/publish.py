@@ -10,6 +10,7 @@ from typing import Any
 
 from accel.artifact import Artifact, Manifest, beside, manifest_path
 from accel.errors import AccelError, CannotWrite
+from accel.optimizer.report_page import PAGE
 from accel.sources import MAIN_FILES, REPORT
 
 _ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "engine": ".engine"}
@@ -25,13 +26,20 @@ def check_out(folder: Path, source: str) -> None:
             raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another -o")
         if main.exists() and Path(source).exists() and main.samefile(source):
             raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another -o")
+    if (folder / PAGE).exists() and not (folder / REPORT).exists():
+        raise CannotWrite(f"{folder / PAGE} was not made by accel and would be overwritten; give another -o")
 
 
 def publish(
-    artifact: Artifact, session: Mapping[str, Any], folder: Path, report: Callable[[Artifact], Mapping[str, Any]]
+    artifact: Artifact,
+    session: Mapping[str, Any],
+    folder: Path,
+    report: Callable[[Artifact], Mapping[str, Any]],
+    page: Callable[[Path, Artifact], None] | None,
 ) -> Artifact:
     """Copy ``artifact`` into ``folder``, with ``session`` (runtime, options, figures) in its manifest and what
-    ``report`` says of the copy beside it; what an earlier run chose goes when the new choice is whole."""
+    ``report`` says of the copy beside it, as JSON, then what ``page`` writes (None: no page). What an earlier run chose
+    goes when the new choice is whole."""
     if artifact.manifest is None:  # the source itself, from elsewhere, was the fastest
         artifact = _recorded(artifact)
     assert artifact.manifest is not None
@@ -45,6 +53,9 @@ def publish(
         if old != main and manifest_path(old).is_file():
             for file in (*_files_of(old), manifest_path(old)):
                 file.unlink(missing_ok=True)
+    (folder / PAGE).unlink(missing_ok=True)
+    if page is not None:
+        page(folder / PAGE, published)
     return published
 
 

@@ -67,6 +67,13 @@ class Request:
     kernels: bool = False
 
 
+def likelihood(recipe: Recipe) -> tuple[int, int]:
+    """A key that sorts candidates by how likely they are the fastest, the likeliest first."""
+    if not recipe.runnable:
+        return UNMEASURED_ORDER.index(recipe.precision), 0
+    return ("int8", "bf16", "fp16", "fp32").index(recipe.precision), int(recipe.target.name == "ort-cpu")
+
+
 def targets_for(name: str) -> tuple[Target, ...]:
     """The named target, or for ``auto`` all that this machine can run: measurement decides between them.
 

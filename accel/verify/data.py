@@ -142,6 +142,7 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
     """From the header alone: the array itself is read once, later."""
     from numpy.lib import format as npy
 
+    assert archive.zip is not None, "it is open"
     with archive.zip.open(f"{name}.npy") as stream:
         readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
         reader = readers.get(npy.read_magic(stream))

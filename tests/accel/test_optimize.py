@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 import accel
 from accel.artifact import Artifact, manifest_path
+from accel.cli.optimize import command
 from accel.errors import CannotWrite, NothingPassed, UnsupportedHere
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.choice import fastest, likeliest
@@ -72,6 +76,29 @@ def test_what_is_published(result: Any) -> None:
         outputs = session.run(session.example_inputs(batch=3))
         assert outputs["logits"].shape == (3, 10)
     assert accel.inspect(folder, check=True).intact
+
+
+def test_the_page_of_a_real_run(result: Any) -> None:
+    """Fails if the page lacks a candidate, a stage of the choice, the hashes, or the command, or loads anything."""
+    page = (result.artifact.path.parent / "report.html").read_text(encoding="utf-8")
+    for row in result.candidates:
+        assert html.escape(row.name) in page
+    for record in result.artifact.history:
+        assert record["output"][0][:12] in page
+    assert f"--metric {TOP1}" in page
+    assert 'id="pareto"' in page
+    assert 'id="latency"' in page
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page)
+
+
+def test_the_command_does_the_same(result: Any) -> None:
+    """Fails if the command in the report isn't one that accel takes, or asks for something else."""
+    words = shlex.split(result.command)
+    assert words[:2] == ["accel", "optimize"]
+    asked = command.make_context("optimize", words[2:]).params
+    assert (asked["metric"], asked["rounds"], asked["target"]) == (TOP1, 5, "auto")
+    assert Path(asked["model"]).name == "digits.onnx"
+    assert asked["data"].name == "digits_calib.npz"
 
 
 def test_the_second_run_does_no_work(
@@ -155,7 +182,12 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
     digits.copy_to(out / "model.onnx")
     words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
     accel.optimize(digits.path, out=out, **words)  # type: ignore[arg-type]
-    assert sorted(p.name for p in out.iterdir()) == ["model.engine", "model.engine.manifest.json", "optimize.json"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "model.engine",
+        "model.engine.manifest.json",
+        "optimize.json",
+        "report.html",
+    ]
     assert open_source(out).kind == "engine"
 
 
