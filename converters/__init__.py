@@ -1,1 +1,1 @@
-"""One file a stage, named after the edge it makes; `accel.stage.STAGES` is the table."""
+"""One file a stage, named after the edge it makes; `accel.stage_table.STAGES` is the table."""

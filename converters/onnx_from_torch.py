@@ -17,7 +17,8 @@ from accel.converters.onnx_names import rename_values
 from accel.errors import AccelError, ExportFailed
 from accel.progress import report
 from accel.sources.onnx_file import describe, one_line
-from accel.stage import Stage, StageConfig, check_contract, get_stage
+from accel.stage import StageConfig, check_contract
+from accel.stage_table import Stage, get_stage
 from accel.verify.gates import OutputGate, worst_result
 
 # Rewriting a float32 graph moves the result by a few units in the last place of each sum.

@@ -63,7 +63,8 @@ def make_executor(
     sessions: list[Session] = []
     try:
         for _ in range(scheduling.instances):
-            sessions.append(open_session())
+            opened = open_session()
+            sessions += [opened] * getattr(opened, "streams", 1)  # so many runs of it may be under way at once
         if scheduling.decoupled and not isinstance(sessions[0], StreamingSession):
             raise BadConfig(f"model '{name}' is said to be decoupled, but its session has no stream(feeds)")
         batching = _batching(signature, scheduling, sessions[0], costs, name=name)

@@ -20,7 +20,7 @@ from accel.serve import model_config
 from accel.serve.model_config import ModelConfig
 from accel.sources import main_file
 from accel.sources.onnx_file import external_files, open_onnx, read_proto
-from accel.stage import READERS
+from accel.stage_table import READERS
 
 CONFIG = "config.pbtxt"
 TORCH_FILES = ("model.pt2", "model.pt")  # either may hold pickles

@@ -57,6 +57,7 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
         assert words[0] == "accel"
         # Less of the same: what is tested is that the words are right, not the figures.
         faster = ["--rounds", "5"] if words[1] in ("optimize", "bench") else []
+        faster += ["--fixed-session"] if words[1] == "optimize" else []
         ran = cli(*words[1:], *faster, "-q")
         assert ran.code == 0, f"{command}: {ran.stderr}"
 

@@ -51,7 +51,8 @@ def bench(
     A candidate is an artifact, the folder it is in, an ONNX file from anywhere or a PyTorch source; each runs on the
     runtime it was chosen with. ``also``: runtimes that PyTorch sources are run with besides eager (``torch-compile``).
     ``sizes``: of the dynamic dims (default: the most usual ones of ``against``). ``data``: .npz whose first batches are
-    the inputs instead of random ones. ``threads``: the same for all; default: every core this process may use.
+    the inputs instead of random ones. ``threads``: the same for all; default: what each was found fastest
+    with, or every core this process may use.
     ``inputs``, ``weights``, ``dims``: of the PyTorch sources, as in ``accel.export``. The rest: see
     ``accel.bench.paired.measure``.
 

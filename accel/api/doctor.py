@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
-from pathlib import Path
 from typing import Any
 
+from accel.bench.environment import available_cores, environment
 from accel.runtimes.base import get_runtime, has_nvidia_gpu
 from accel.target import TARGETS
 
@@ -98,20 +97,10 @@ def _target(name: str) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """CPU, cores this process may use, memory, GPU, compilers."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    lines = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
-    fields = {k.strip(): v.strip() for k, v in lines.items()}
-    flags = fields.get("flags", "").split()
-    known = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "avx_vnni")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    found = environment(available_cores(), date=False)
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": fields.get("model name", platform.processor() or "unknown"),
-        "cpu_features": [flag for flag in known if flag in flags],
-        "cores": cores,
-        "memory_gb": round(pages / 1e9, 1),
+        **{name: found[name] for name in ("cpu", "cpu_features", "cores", "memory_gb")},
         "nvidia_gpu": has_nvidia_gpu(),
         "nvcc": shutil.which("nvcc"),
         "cxx": shutil.which("g++") or shutil.which("clang++"),

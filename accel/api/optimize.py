@@ -2,73 +2,46 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.api.export import check_writable, open_cache
-from accel.artifact import Artifact, beside, canonical_json, manifest_path, text_sha256
+from accel.artifact import Artifact
 from accel.bench.environment import available_cores
 from accel.cache import StageCache
-from accel.errors import AccelError, CannotWrite, NothingPassed, UnsupportedHere, UsageError
+from accel.errors import MissingExtra, UsageError
+from accel.optimizer.budget import Budget
+from accel.optimizer.candidate import CandidateResult, attempt, megabytes, not_tried
+from accel.optimizer.choice import fused, likeliest
+from accel.optimizer.command import command_line
 from accel.optimizer.judge import Judge, Judgement, Metric
 from accel.optimizer.label_metric import read_labels
-from accel.optimizer.recipes import UNMEASURED_ORDER, NotTried, Recipe, Request, precisions_for, recipes, targets_for
-from accel.progress import report
-from accel.sources import MAIN_FILES, REPORT, open_source
-from accel.stage import run_stage, versions
+from accel.optimizer.publish import check_out, publish
+from accel.optimizer.recipes import Request, likelihood, precisions_for, recipes, targets_for
+from accel.optimizer.report_page import PAGE, write_page
+from accel.optimizer.search import Search
+from accel.optimizer.workload import workload
+from accel.sources import REPORT, open_source
+from accel.stage import run_stage
 from accel.verify.data import Dataset, widened
-from accel.verify.gates import OutputGate, gate_runtime
+from accel.verify.gates import OutputGate
 from accel.verify.runs import check_runs
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from accel.bench.paired import BenchReport
     from accel.sources.declare import Dims, Inputs
 
 SOURCE_NAME = "source"
 
-# Rounds go on for this long while an interval is wide: on a noisy machine nothing would seem faster otherwise.
-_BENCH_SECONDS = 20.0
-
-
-@dataclass(kw_only=True)
-class CandidateResult:
-    """One row of the table. ``status``: ``chosen``, ``passed`` (right, but not the one taken), ``rejected``,
-    ``not tried``; ``reason`` says why it isn't chosen."""
-
-    name: str
-    target: str = ""
-    precision: str = ""
-    status: str = "passed"
-    reason: str = ""
-    megabytes: float | None = None
-    judgement: Judgement | None = None
-    measured: Mapping[str, Any] | None = None
-    artifact: Artifact | None = field(default=None, repr=False)
-    recipe: Recipe | None = field(default=None, repr=False)
-    unsupported: bool = False  # it was refused for what was asked, not for what came out
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "target": self.target,
-            "precision": self.precision,
-            "status": self.status,
-            "reason": self.reason,
-            "megabytes": self.megabytes,
-            "judgement": self.judgement.to_json() if self.judgement else None,
-            "measured": dict(self.measured) if self.measured else None,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """``artifact``: what was taken, published. ``candidates``: all, the source first. ``max_drop``: the budget."""
+    """``artifact``: what was taken, published. ``candidates``: all, the source first. ``max_drop``: the budget.
+    ``command``: what asks for the same again."""
 
     artifact: Artifact
     chosen: str
@@ -76,11 +49,15 @@ class Optimization:
     max_drop: float
     environment: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    objective: str = "latency"
+    command: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "chosen": {"name": self.chosen, "file": self.artifact.path.name},
             "max_drop": self.max_drop,
+            "objective": self.objective,
+            "command": self.command,
             "candidates": [c.to_json() for c in self.candidates],
             "environment": dict(self.environment),
             "notes": list(self.notes),
@@ -102,8 +79,13 @@ def optimize(
     profiles: Sequence[str] = (),
     compute_capabilities: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
+    objective: str = "latency",
+    batch: int | None = None,
+    lengths: str | Sequence[int] | None = None,
     threads: int = 0,
+    vary_session: bool = True,
     rounds: int = 9,
+    budget_seconds: float | None = None,
     inputs: Inputs | None = None,
     weights: str | Path | None = None,
     dims: Dims | None = None,
@@ -111,17 +93,24 @@ def optimize(
     use_cache: bool = True,
 ) -> Optimization:
     """Make the candidates for ``target``, gate each, measure each, and publish the fastest within the budget to the
-    folder ``out``: ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, and ``optimize.json``.
+    folder ``out``: ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``
+    and ``report.html`` (with the extra ``report``).
 
     ``model``: an ONNX file, an artifact, or a PyTorch source (exported first). ``target``: ``auto`` (whatever this
     machine can run) or a name from ``Target``. ``precision``: only these. ``data``: samples (.npz, or a folder of them)
     for calibration and comparison. ``metric``: ``module:function`` or a function, ``f(outputs, data) -> float``, higher
-    is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with one label for
-    each sample; ``label_metric``: ``top1`` (default for integers), ``top5`` or ``spearman`` (default for floats).
-    ``max_drop``: how much worse than the source it may be: relative loss of the metric, or without one 1 minus the mean
-    cosine similarity of the outputs. ``profiles``:
-    optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
-    ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1).
+    is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with the labels of
+    each sample; ``label_metric``: see ``read_labels``. ``max_drop``: how much worse than the source it may be: relative
+    loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``: optimization
+    profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
+
+    ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1); ``batch``:
+    its batch; ``lengths``: a mix of lengths instead of one (``8,16,128``, a file of whole numbers, ``data``).
+    ``objective``: ``latency`` (one request after the other) or ``throughput`` (as many at once as the session takes).
+    ``vary_session``: the best candidates are also tried with other threads, streams, graph level and spinning; what is
+    taken is recorded and used by ``accel.load``, ``accel bench`` and ``accel serve``. ``threads``: these and no other.
+    ``budget_seconds``: how long it all may take, building included: the likeliest candidates first, then successive
+    halving; what has begun is finished, what wasn't tried has a row that says so, and nothing is taken unmeasured.
     ``kernels``: only candidates whose products are fused into accel's operators; the best of them is taken also where
     it isn't measurably faster than the source, and a note says so.
 
@@ -129,9 +118,10 @@ def optimize(
     target that can't run here nothing is measured: then the first of fp16, int8, bf16, fp32 within the budget is taken.
     Raises ``NothingPassed`` where a target that can't run here has no candidate within the budget.
     """
+    asked = {name: value for name, value in locals().items() if name != "model"}
     folder = Path(out)
-    source_text = str(model.path if isinstance(model, Artifact) else model)
-    _check_out(folder, source_text)
+    check_out(folder, str(model.path if isinstance(model, Artifact) else model))
+    check_writable(folder / REPORT)
     if not 0 <= max_drop < 1:
         raise UsageError(f"a drop of {max_drop} makes no sense; give a fraction such as 0.01 for one percent")
     if labels is None and label_metric is not None:
@@ -140,13 +130,17 @@ def optimize(
         if metric is not None:
             raise UsageError("labels bring their own metric; give either --metric or --labels")
         metric = read_labels(Path(labels), label_metric)
+    if budget_seconds is not None and not budget_seconds > 0:
+        raise UsageError(f"nothing can be tried in {budget_seconds:g} s; give --budget-seconds 60, say")
+    budget = Budget(budget_seconds)
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
         src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, cache)
         calibration = Path(data) if data else None
         for given in (calibration, Path(eval_data) if eval_data else None):
             src = widened(src, given, dict(dims or {}))
-        samples = _calibration_samples(calibration, src)
+        dataset = Dataset.load(calibration, src.signature) if calibration else None  # held: read once for all gates
+        samples = min(128, max(1, len(dataset) // 2)) if dataset else 0  # so that the other half can judge
         request = Request(
             targets=targets_for(target),
             precisions=precisions_for([precision] if isinstance(precision, str) else precision),
@@ -157,15 +151,28 @@ def optimize(
             compute_capabilities=tuple(compute_capabilities),
             kernels=kernels,
         )
+        work = workload(
+            src.signature,
+            dataset,
+            objective=objective,
+            sizes=sizes or {},
+            batch=batch,
+            lengths=lengths,
+            cores=request.threads,
+        )
         made, left_out = recipes(src, request)
+        if budget.limited:
+            made = sorted(made, key=likelihood)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
-        rows = [_attempt(recipe, src, calibration, judge, max_drop, cache) for recipe in made]
+        rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
         source = CandidateResult(
             name=SOURCE_NAME,
             target="ort-cpu",
             precision=str(src.properties.get("precision", "")),
-            megabytes=_megabytes(src),
+            megabytes=megabytes(src),
             artifact=src,
+            runtime="onnxruntime",
+            options={"threads": request.threads},
         )
         if judge.metric is not None:
             wanted = judge.reference_metric()
@@ -176,18 +183,26 @@ def optimize(
         environment: Mapping[str, Any] = {}
         runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
         if runnable or not rows:
-            feeds = _bench_feeds(src, calibration, sizes)
-            environment = _measure(source, [r for r in runnable if r.status == "passed"], feeds, request, rounds, cache)
-            chosen = _fastest(source, runnable)
+            search = Search(
+                source=source, workload=work, threads=request.threads, rounds=rounds, cache=cache, budget=budget
+            )
+            chosen = search.best(runnable)
             if kernels and chosen is source:
-                chosen = _fused(source, runnable, notes)
-            shape = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            notes.append(f"measured at {shape}, {request.threads} threads")
+                chosen = fused(source, runnable, notes)
+            elif vary_session and search.environment:
+                chosen, varied = search.vary_sessions(chosen, runnable, judge, max_drop, vary_threads=not threads)
+                rows += varied
+            environment = search.environment
+            done = f"{work.note}, {request.threads} threads"
+            notes.append(done if environment else budget.reason("anything was measured: the source itself was taken"))
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
-            chosen = _likeliest(rows)
+            chosen = likeliest(rows)
         chosen.status = "chosen"
-        candidates = (source, *rows, *(_not_tried(item) for item in left_out))
+        with_page = find_spec("jinja2") is not None
+        if not with_page:
+            notes.append(f"no {PAGE}: {MissingExtra('jinja2', 'report')}")
+        candidates = (source, *rows, *(not_tried(item) for item in left_out))
         result = Optimization(
             artifact=chosen.artifact or src,
             chosen=chosen.name,
@@ -195,8 +210,42 @@ def optimize(
             max_drop=max_drop,
             environment=environment,
             notes=tuple(notes),
+            objective=objective,
+            command=command_line(model, asked, _defaults(optimize)),
         )
-        return _publish(result, chosen, folder, request.threads)
+        session = {
+            "runtime": chosen.runtime,
+            "options": chosen.options,
+            "objective": objective,
+            "judgement": chosen.judgement.to_json() if chosen.judgement else None,
+            "measured": dict(chosen.measured) if chosen.measured else None,
+        }
+        published = publish(
+            result.artifact,
+            session,
+            folder,
+            lambda artifact: replace(result, artifact=artifact).to_json(),
+            (lambda path, artifact: _write_page(path, replace(result, artifact=artifact))) if with_page else None,
+        )
+        return replace(result, artifact=published)
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+def _write_page(path: Path, result: Optimization) -> None:
+    write_page(
+        path,
+        title=f"{Path(str(result.artifact.source.get('spec', result.artifact.path.name))).name}: {result.chosen}",
+        artifact=result.artifact,
+        candidates=result.candidates,
+        max_drop=result.max_drop,
+        environment=result.environment,
+        notes=result.notes,
+        command=result.command,
+        objective=result.objective,
+    )
 
 
 def _as_onnx(
@@ -219,223 +268,3 @@ def _as_onnx(
     if not src.history:
         check_runs(src)
     return src
-
-
-def _attempt(
-    recipe: Recipe, src: Artifact, data: Path | None, judge: Judge, max_drop: float, cache: StageCache
-) -> CandidateResult:
-    """Make one candidate and judge it. What goes wrong with it is its row's reason, not the end of the run."""
-    row = CandidateResult(name=recipe.name, target=recipe.target.name, precision=recipe.precision, recipe=recipe)
-    artifact = src
-    last_runnable = src
-    try:
-        for stage, config, limit in recipe.stages:
-            report(f"{recipe.name}: {stage}")
-            gates = [OutputGate(limit=limit, data=data)]
-            artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
-            if gate_runtime(artifact) is not None:
-                last_runnable = artifact
-        row.artifact = artifact
-        row.megabytes = _megabytes(artifact)
-        report(f"{recipe.name}: judging")
-        options = recipe.options if last_runnable is artifact else {}
-        row.judgement = _judged(judge, last_runnable, options, cache)
-    except UnsupportedHere as error:  # this form of this model for this target; another may do
-        row.status, row.reason, row.unsupported = "rejected", str(error), True
-        return row
-    except (UsageError, CannotWrite):
-        raise
-    except AccelError as error:
-        row.status, row.reason = "rejected", str(error).partition("; the file is set aside")[0]
-        return row
-    if row.judgement.problem:
-        row.status, row.reason = "rejected", row.judgement.problem
-    elif row.judgement.drop > max_drop:
-        row.status = "rejected"
-        row.reason = f"drop {row.judgement.drop:.4f} is over the budget {max_drop:g}"
-    return row
-
-
-def _judged(judge: Judge, artifact: Artifact, options: Mapping[str, Any], cache: StageCache) -> Judgement:
-    key = judge.key(artifact, options)
-    found = cache.get_record("judgement", key)
-    if found is not None:
-        return Judgement(**{**found, "drop": float("inf") if found["drop"] is None else found["drop"]})
-    made = judge.judge(artifact, options)
-    if not made.problem:
-        cache.put_record("judgement", key, made.to_json())
-    return made
-
-
-def _calibration_samples(data: Path | None, src: Artifact) -> int:
-    """Half of the data at most, so that the other half can judge."""
-    return 0 if data is None else min(128, max(1, len(Dataset.load(data, src.signature)) // 2))
-
-
-def _bench_feeds(src: Artifact, data: Path | None, sizes: Mapping[str, int] | None) -> dict[str, np.ndarray]:
-    if data is None:
-        return src.signature.example_inputs(**(sizes or {}))
-    dataset = Dataset.load(data, src.signature)
-    first = next(iter(dataset.batches(1)))
-    if not sizes:
-        return first
-    return dataset.shaped({**src.signature.check_feeds(first), **src.signature.known(sizes)})
-
-
-def _measure(
-    source: CandidateResult,
-    rows: list[CandidateResult],
-    feeds: Mapping[str, np.ndarray],
-    request: Request,
-    rounds: int,
-    cache: StageCache,
-) -> Mapping[str, Any]:
-    """Time the source and the candidates beside one another; the figures of an identical run come from the cache."""
-    from accel.bench.environment import environment as machine
-    from accel.bench.paired import Candidate, measure
-
-    candidates = []
-    for row in (source, *rows):
-        assert row.artifact is not None
-        runtime = row.recipe.target.runtime if row.recipe else "onnxruntime"
-        options = row.recipe.options if row.recipe else {"threads": request.threads}
-        candidates.append(Candidate(name=row.name, artifact=row.artifact, runtime=runtime, options=options))
-    key = text_sha256(
-        canonical_json(
-            {
-                "candidates": [
-                    [c.name, c.artifact.digest, c.runtime, str(sorted(c.options.items()))] for c in candidates
-                ],
-                "feeds": {name: text_sha256(value.tobytes().hex()) for name, value in feeds.items()},
-                "rounds": [rounds, _BENCH_SECONDS],
-                "machine": machine(threads=request.threads, date=False),
-                "versions": versions(("torch", "onnxruntime", "openvino")),
-            }
-        )
-    )
-    found = cache.get_record("measurement", key)
-    if found is None:
-        result: BenchReport = measure(candidates, feeds, rounds=rounds, budget_seconds=_BENCH_SECONDS)
-        found = result.to_json()
-        cache.put_record("measurement", key, found)
-    else:
-        report("measure: cached", 1.0)
-    by_name = {r["name"]: r for r in found["results"]}
-    for row in (source, *rows):
-        row.measured = by_name[row.name]
-        if row.measured.get("error"):
-            row.status, row.reason = "rejected", str(row.measured["error"])
-    return {**found["environment"], "sizes": found.get("sizes"), "noise_floor": found.get("noise_floor")}
-
-
-def _fastest(source: CandidateResult, rows: list[CandidateResult]) -> CandidateResult:
-    best = source
-    for row in rows:
-        if row.status != "passed" or row.measured is None:
-            continue
-        if row.measured["verdict"] != "faster":
-            row.reason = f"not measurably faster than the source ({row.measured['verdict']})"
-            continue
-        if best is source or row.measured["median_ms"] < (best.measured or {})["median_ms"]:
-            best = row
-    for row in rows:
-        if row.status == "passed" and row is not best and not row.reason:
-            row.reason = f"slower than {best.name}"
-    return best
-
-
-def _fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]) -> CandidateResult:
-    """The fastest right candidate although it isn't faster than the source: its operators were asked for."""
-    passed = [row for row in rows if row.status == "passed" and row.measured is not None]
-    best = min(passed, key=lambda row: (row.measured or {})["median_ms"], default=source)
-    if best is source:
-        notes.append("no fused candidate is right: the source itself was taken")
-    else:
-        best.reason = "asked for with --kernels"
-        notes.append("the fused form is not measurably faster than the source here; it was asked for")
-    return best
-
-
-def _likeliest(rows: list[CandidateResult]) -> CandidateResult:
-    passed = [row for row in rows if row.status == "passed"]
-    if rows and all(row.unsupported for row in rows):
-        raise UnsupportedHere(rows[0].reason)
-    if not passed:
-        reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
-        raise NothingPassed(f"no candidate is within the budget ({reasons}); raise --max-drop or choose --precision")
-    best = min(passed, key=lambda row: UNMEASURED_ORDER.index(row.precision))
-    best.reason = "not measured here; the first of fp16, int8, bf16, fp32 that is within the budget"
-    for row in passed:
-        if row is not best:
-            row.reason = "not measured here; built and within the budget"
-    return best
-
-
-def _not_tried(item: NotTried) -> CandidateResult:
-    target, _, precision = item.name.rpartition(" ")
-    return CandidateResult(name=item.name, target=target, precision=precision, status="not tried", reason=item.reason)
-
-
-def _megabytes(artifact: Artifact) -> float:
-    return round(sum(f.stat().st_size for f in artifact.files) / 1e6, 2)
-
-
-def _check_out(folder: Path, source: str) -> None:
-    """Refuse a folder in which something that accel did not make would be overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise CannotWrite(f"{folder} is a file; give a folder with -o")
-    for name in MAIN_FILES:
-        main = folder / name
-        if main.exists() and not manifest_path(main).is_file():
-            raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another -o")
-        if main.exists() and Path(source).exists() and main.samefile(source):
-            raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another -o")
-    check_writable(folder / REPORT)
-
-
-def _publish(result: Optimization, chosen: CandidateResult, folder: Path, threads: int) -> Optimization:
-    artifact = result.artifact
-    if artifact.manifest is None:  # the source itself, from elsewhere, was the fastest
-        artifact = _recorded(artifact)
-    assert artifact.manifest is not None
-    runtime = chosen.recipe.target.runtime if chosen.recipe else "onnxruntime"
-    options = dict(chosen.recipe.options) if chosen.recipe else {"threads": threads}
-    session = {
-        "runtime": runtime,
-        "options": options,
-        "judgement": chosen.judgement.to_json() if chosen.judgement else None,
-        "measured": dict(chosen.measured) if chosen.measured else None,
-    }
-    artifact = artifact.with_manifest(replace(artifact.manifest, session=session))
-    main = folder / f"model{ {'onnx': '.onnx', 'openvino': '.xml', 'engine': '.engine'}[artifact.kind] }"
-    published = artifact.copy_to(main)
-    final = replace(result, artifact=published)
-    with beside(folder / REPORT) as temporary:
-        temporary.write_text(json.dumps(final.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    # What an earlier run chose goes last, when the new choice is whole.
-    for name in MAIN_FILES:
-        old = folder / name
-        if old != main and manifest_path(old).is_file():
-            for file in (*_files_of(old), manifest_path(old)):
-                file.unlink(missing_ok=True)
-    return final
-
-
-def _files_of(main: Path) -> tuple[Path, ...]:
-    try:
-        return Artifact.open(main).files
-    except AccelError:
-        return (main,)
-
-
-def _recorded(artifact: Artifact) -> Artifact:
-    from accel.artifact import Manifest
-
-    manifest = Manifest(
-        kind=artifact.kind,
-        signature=artifact.signature,
-        files=artifact.hashes(),
-        source=artifact.source,
-        properties=artifact.properties,
-    )
-    return artifact.with_manifest(manifest)

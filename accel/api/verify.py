@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import UnsupportedHere, UsageError
 from accel.progress import report
+from accel.runtimes.base import open_session, recorded_options
 from accel.sources import open_source
 from accel.verify.compare import Difference, compare, worst
 
@@ -60,7 +61,6 @@ def verify(
 
     Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit.
     """
-    from accel.runtimes.base import open_session
     from accel.verify.data import widened
     from accel.verify.gates import cast_feeds, gate_runtime
 
@@ -97,7 +97,7 @@ def verify(
 def effective_precision(artifact: Artifact) -> str:
     """The precision it computes in: the file's own, or the lower one its session was chosen with."""
     own = str(artifact.properties.get("precision", "fp32"))
-    asked = (artifact.manifest.session if artifact.manifest else {}).get("options", {}).get("precision", "fp32")
+    asked = recorded_options(artifact).get("precision", "fp32")
     return asked if own == "fp32" else own
 
 

@@ -22,6 +22,7 @@ from accel.bench.statistics import baseline as baseline_of
 from accel.child import Child
 from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
 from accel.progress import report
+from accel.runtimes.base import recorded_options
 from accel.signature import Feeds
 from accel.verify.compare import compare, worst
 
@@ -108,16 +109,17 @@ def measure(
     runs), warmed up first. The baseline runs in two processes: both together are what the others are compared with,
     and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
     ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``threads``: for each
-    candidate whose options don't say; default: all cores this process may use.
+    candidate whose options don't say; default: what is recorded with it, else all cores this process may use.
 
     Raises what loading or running the baseline raises: without it there is nothing to compare with. ``UsageError`` for
     names that are not unique or too few rounds.
     """
     sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
     index = _check(candidates, sets, baseline, rounds, block_seconds)
+    # The same number for all where one was asked for, else the one that an artifact was found fastest with.
+    own = [{} if threads else recorded_options(c.artifact) for c in candidates]
     threads = threads or available_cores()
-    # Over what is recorded with an artifact: figures on different numbers of threads say nothing about the models.
-    ready = [replace(c, options={"threads": threads, **c.options}) for c in candidates]
+    ready = [replace(c, options={"threads": threads, **o, **c.options}) for c, o in zip(candidates, own, strict=True)]
     machine = environment(threads)
     # OpenMP for what no session option reaches; no pool of compiler processes, which pausing would not reach.
     env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -11,8 +11,9 @@ from accel.cli import output_options
 from accel.cli.options import read_dims, read_sizes, sizes_option, source_options
 
 if TYPE_CHECKING:
-    from accel.api.optimize import CandidateResult, Optimization
+    from accel.api.optimize import Optimization
     from accel.cli import Output
+    from accel.optimizer.candidate import CandidateResult
 
 
 @click.command("optimize")
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
 @click.option("--eval-data", type=click.Path(path_type=Path), help="What the metric is computed on; by default --data.")
 @click.option("--metric", help="module:function or file.py:function, f(outputs, data) -> float, higher is better.")
-@click.option("--labels", type=click.Path(path_type=Path), help="Instead of a metric: .npz with one label a sample.")
-@click.option("--label-metric", help="top1, top5 or spearman; by default top1 for integers, spearman for floats.")
+@click.option("--labels", type=click.Path(path_type=Path), help="Instead of a metric: .npz with the labels.")
+@click.option(
+    "--label-metric",
+    help="top1, top5 or another top<K>, spearman, or iou (a class for each place); by default as the labels look.",
+)
 @click.option(
     "--max-drop",
     type=float,
@@ -47,7 +51,22 @@ if TYPE_CHECKING:
 @click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
 @click.option("--kernels", is_flag=True, help="Fuse products with what follows them into accel's own operators.")
 @sizes_option
-@click.option("--threads", type=int, default=0, help="Threads to run with; by default all cores.")
+@click.option(
+    "--objective",
+    type=click.Choice(["latency", "throughput"]),
+    default="latency",
+    show_default=True,
+    help="One request after the other, or as many at once as the runtime takes.",
+)
+@click.option("--batch", type=int, help="Samples a request to measure with.")
+@click.option(
+    "--lengths",
+    metavar="[NAME=]N,...|FILE|data",
+    help="A mix of lengths to measure on: 8,16,128, a file of whole numbers, or data for those of the samples.",
+)
+@click.option("--threads", type=int, default=0, help="Threads to run with; by default all cores, or fewer if faster.")
+@click.option("--fixed-session", is_flag=True, help="Try no other threads, streams, graph levels or spinning.")
+@click.option("--budget-seconds", type=float, help="How long it may take in all: the likeliest candidates first.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
 @source_options
 @click.option("--no-cache", is_flag=True, help="Run and measure everything again.")
@@ -67,7 +86,12 @@ def command(
     compute_capabilities: tuple[str, ...],
     kernels: bool,
     sizes: str | None,
+    objective: str,
+    batch: int | None,
+    lengths: str | None,
     threads: int,
+    fixed_session: bool,
+    budget_seconds: float | None,
     rounds: int,
     inputs: tuple[str, ...],
     weights: Path | None,
@@ -96,7 +120,12 @@ def command(
         compute_capabilities=compute_capabilities,
         kernels=kernels,
         sizes=read_sizes(sizes),
+        objective=objective,
+        batch=batch,
+        lengths=lengths,
         threads=threads,
+        vary_session=not fixed_session,
+        budget_seconds=budget_seconds,
         rounds=rounds,
         inputs=inputs or None,
         weights=weights,
@@ -112,15 +141,16 @@ def table(result: Optimization) -> Any:
     from rich.table import Table
 
     shown = Table(title=f"{result.artifact.path}: {result.chosen}", title_justify="left")
-    for column in ("candidate", "median ms", "p99 ms", "speedup", "drop", "metric", "MB", "verdict"):
+    second = "samples/s" if result.objective == "throughput" else "p99 ms"
+    for column in ("candidate", "median ms", second, "speedup", "drop", "metric", "MB", "verdict"):
         right = column not in ("candidate", "verdict")
         shown.add_column(column, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in result.candidates:
-        shown.add_row(*_cells(row))
+        shown.add_row(*_cells(row, result.objective))
     return Group(shown, *result.notes)
 
 
-def _cells(row: CandidateResult) -> tuple[str, ...]:
+def _cells(row: CandidateResult, objective: str) -> tuple[str, ...]:
     measured, judged = row.measured or {}, row.judgement
 
     def number(value: float | None, form: str) -> str:
@@ -132,7 +162,9 @@ def _cells(row: CandidateResult) -> tuple[str, ...]:
     return (
         row.name,
         number(measured.get("median_ms"), ".2f"),
-        number(measured.get("p99_ms"), ".2f"),
+        number(measured.get("samples_per_second"), ".4g")
+        if objective == "throughput"
+        else number(measured.get("p99_ms"), ".2f"),
         "-" if speedup is None else f"{speedup:.2f}x",
         number(judged.drop if judged else None, ".5f"),
         number(judged.metric if judged else None, ".4f"),

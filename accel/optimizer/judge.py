@@ -84,7 +84,7 @@ class Judge:
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []
-        settings = SessionOptions(**options) if runtime != "onnx-rounded" else SessionOptions()
+        settings = SessionOptions.of(options) if runtime != "onnx-rounded" else SessionOptions()
         with open_session(candidate, runtime, settings) as session:
             for feeds in self._feeds:
                 outputs.append(session.run(cast_feeds(session, feeds)))

@@ -5,30 +5,52 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from accel.artifact import Artifact
-from accel.errors import MissingExtra, UnknownName, UnsupportedHere
+from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
 from accel.signature import Feeds, Signature
 
 if TYPE_CHECKING:
     import numpy as np
 
 
+GRAPH_LEVELS = ("none", "basic", "extended", "all")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
     """What may be chosen when a model is loaded. A runtime ignores what it has no such thing for.
 
-    ``threads``: 0 leaves the number to the runtime. ``precision``: what the runtime computes float32 in
-    (``fp32``, or ``bf16`` where the machine has it). ``optimize_graph``: the runtime's own graph optimisations.
+    ``threads``: in all; 0 leaves the number to the runtime. ``precision``: what the runtime computes float32 in
+    (``fp32``, or ``bf16`` where the machine has it). ``streams``: how many runs may be under way at once, sharing the
+    threads. ``graph_level``: which of its own graph optimisations ONNX Runtime makes, one of ``GRAPH_LEVELS``.
+    ``spinning``: whether ONNX Runtime's idle threads wait busily: faster for one model alone, slower for neighbours.
     """
 
     threads: int = 0
     precision: str = "fp32"
-    optimize_graph: bool = True
+    streams: int = 1
+    graph_level: str = "all"
+    spinning: bool = True
+
+    def __post_init__(self) -> None:
+        if self.streams < 1 or self.threads < 0:
+            raise UsageError(f"{self.streams} streams of {self.threads} threads make no sense; use at least 1 and 0")
+        if self.graph_level not in GRAPH_LEVELS:
+            raise UnknownName(f"unknown graph level {self.graph_level!r}; use one of {', '.join(GRAPH_LEVELS)}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SessionOptions:
+        """The options by name; ``UnknownName`` for one that there is not."""
+        known = [f.name for f in fields(cls)]
+        if other := sorted(set(given) - set(known)):
+            raise UnknownName(f"unknown session option {other[0]!r}; the options are {', '.join(known)}")
+        return cls(**given)
 
 
 @runtime_checkable
@@ -56,9 +78,18 @@ class Session(Protocol):
 class BaseSession(ABC):
     """What every session shares: the check of the feeds, the context manager, example inputs."""
 
+    # Whether ``run`` may be called from several threads at once, and gains by it.
+    concurrent: ClassVar[bool] = False
+
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         self.artifact = artifact
         self.options = options
+        self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def streams(self) -> int:
+        """How many runs may be under way at once."""
+        return self.options.streams if self.concurrent else 1
 
     @property
     def signature(self) -> Signature:
@@ -69,6 +100,14 @@ class BaseSession(ABC):
         self.signature.check_feeds(feeds)
         return self._run(feeds)
 
+    def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
+        """The outputs of each of ``requests``, in their order; ``streams`` of them are under way at once."""
+        if self.streams == 1:
+            return [self.run(feeds) for feeds in requests]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.streams, thread_name_prefix="accel-stream")
+        return list(self._pool.map(self.run, requests))
+
     @abstractmethod
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Run feeds that are known to fit."""
@@ -77,8 +116,11 @@ class BaseSession(ABC):
         """Random inputs that the model accepts; ``batch=2`` sets a dynamic dim."""
         return self.signature.example_inputs(seed=seed, **sizes)
 
-    def close(self) -> None:  # noqa: B027 - most sessions hold nothing that Python doesn't free
+    def close(self) -> None:
         """Give back what the session holds; running it afterwards is an error."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
     def __enter__(self) -> Self:
         return self
@@ -233,14 +275,19 @@ def default_runtime(artifact: Artifact) -> Runtime:
     return next((r for r in fitting if r.runnable()), fitting[0])
 
 
+def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
+    """The session options that ``accel optimize`` found fastest for it; none where it didn't make it."""
+    found: Mapping[str, Any] = (artifact.manifest.session if artifact.manifest else {}).get("options", {})
+    return found
+
+
 def open_session(
     artifact: Artifact, runtime: str | None = None, options: Mapping[str, Any] | SessionOptions | None = None
 ) -> BaseSession:
     """Load ``artifact``; options that aren't given come from its manifest."""
     found = get_runtime(runtime) if runtime else default_runtime(artifact)
     if not isinstance(options, SessionOptions):
-        recorded = (artifact.manifest.session if artifact.manifest else {}).get("options", {})
-        options = SessionOptions(**{**recorded, **(options or {})})
+        options = SessionOptions.of({**recorded_options(artifact), **(options or {})})
     if found.needs_gpu and not has_nvidia_gpu():
         raise UnsupportedHere(f"{artifact.path} needs an NVIDIA GPU and this machine has none; run it where one is")
     return found.open(artifact, options)

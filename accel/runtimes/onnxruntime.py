@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FATAL = 4  # onnxruntime's log severity: what it says of an error is in the exception, too
+_LEVELS = {
+    "none": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
 # Types that numpy knows through ml_dtypes only, and that go in and out as their bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -26,13 +32,15 @@ _FAILURES = (native.Fail, native.InvalidArgument, native.RuntimeException, nativ
 
 
 class OnnxRuntimeSession(BaseSession):
-    """The CPU execution provider: ``options.threads`` threads inside an operator, one operator at a time.
+    """The CPU execution provider: ``options.threads`` threads inside an operator, one operator at a time. Runs may
+    come from several threads; ``options.streams`` of them at once then take no more threads in all.
 
     Raises ``InvalidModel`` where the file is no model that ONNX Runtime takes, ``UnsupportedHere`` where it has an
     operator that this build has no kernel for.
     """
 
     provider: ClassVar[str] = "CPUExecutionProvider"
+    concurrent: ClassVar[bool] = True
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
@@ -73,6 +81,7 @@ class OnnxRuntimeSession(BaseSession):
 
     def close(self) -> None:
         """Free the model's memory and end its thread pool."""
+        super().close()
         self.session = None
 
 
@@ -103,11 +112,13 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = _FATAL
-    settings.intra_op_num_threads = options.threads
+    # Each caller works along with the pool: n threads are n - 1 of the pool and the caller, or fewer and more callers.
+    settings.intra_op_num_threads = max(1, options.threads - options.streams + 1) if options.threads else 0
+    if not options.spinning:
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.inter_op_num_threads = 1
     settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    levels = onnxruntime.GraphOptimizationLevel
-    settings.graph_optimization_level = levels.ORT_ENABLE_ALL if options.optimize_graph else levels.ORT_DISABLE_ALL
+    settings.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVELS[options.graph_level])
     path = artifact.path
     if not path.is_file():
         raise InvalidModel(f"{path} does not exist; check the path")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+import threading
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -13,7 +16,7 @@ from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 # Said in words each time: left alone, OpenVINO computes float32 models in bfloat16 on CPUs that have it.
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
@@ -22,15 +25,27 @@ _CAPABILITY = {"bf16": "BF16"}
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
 
 
+@dataclass
+class _Slot:
+    """An infer request. It reads its inputs where they are: ``held`` keeps them for as long as it may look at them."""
+
+    request: Any
+    held: list[Any] = field(default_factory=list)
+
+
 class OpenVinoSession(BaseSession):
-    """One infer request of a model compiled for latency. ``options.precision`` is what float32 is computed in.
+    """A model compiled for latency with one infer request, or for throughput with one for each of
+    ``options.streams``; runs may come from as many threads. ``options.precision`` is what float32 is computed in.
 
     Raises ``MissingExtra``, ``InvalidModel`` where the IR is missing, truncated or corrupt, ``UnsupportedHere`` where
     the CPU has no bfloat16 and it was asked for.
     """
 
+    concurrent: ClassVar[bool] = True
+
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
+        self._loading = threading.Lock()
         try:
             import openvino
         except ImportError as error:
@@ -52,13 +67,17 @@ class OpenVinoSession(BaseSession):
             if not file.is_file():
                 raise InvalidModel(f"{file} does not exist; an IR is two files, put both in one folder")
         try:
-            self._model: Any = self._core.compile_model(str(path), "CPU", self._settings)
+            model: Any = self._core.compile_model(str(path), "CPU", self._settings)
         except RuntimeError as error:
             raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
-        self._request: Any = self._model.create_infer_request()
+        free: SimpleQueue[_Slot] = SimpleQueue()
+        for _ in range(self.streams):
+            free.put(_Slot(model.create_infer_request()))
         # With one thread infer() swallows what goes wrong and leaves the outputs of the run before: wait() doesn't.
-        self._waits = int(self._model.get_property("INFERENCE_NUM_THREADS")) < 2
-        self._held: list[Any] = []
+        self._waits = int(model.get_property("INFERENCE_NUM_THREADS")) < 2 * self.streams
+        self._queue: Any = None
+        self._free = free
+        self._model = model
 
     def _placed(self, ports: list[Any], names: list[str]) -> dict[str, int]:
         """Index of the port of each name: by index OpenVINO searches no names when it runs."""
@@ -69,14 +88,12 @@ class OpenVinoSession(BaseSession):
         return {name: index[name] for name in names}
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        if self._core is None:
-            raise RunFailed(f"the session of {self.artifact.path} is closed; load it again")
-        if self._request is None:
-            self._load()
-        request = self._request
-        # The request reads the arrays where they are: they have to live as long as it may look at them.
-        held = [self._tensor(name, feeds[name]) for name in self._inputs]
+        self._ready()
+        free = self._free
+        slot = free.get()
+        request = slot.request
         try:
+            held = [self._tensor(name, feeds[name]) for name in self._inputs]
             for index, (tensor, _) in zip(self._inputs.values(), held, strict=True):
                 request.set_input_tensor(index, tensor)
             if self._waits:
@@ -84,13 +101,53 @@ class OpenVinoSession(BaseSession):
                 request.wait()
             else:
                 request.infer(None)
+            slot.held = held
+            return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
         except RuntimeError as error:
-            # In bfloat16 a model that failed once fails at every later run, whatever its inputs: load it again then.
-            self._request = self._model = None
-            sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            raise RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}") from error
-        self._held = held
-        return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
+            raise self._failed(error, feeds) from error
+        finally:
+            free.put(slot)
+
+    def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
+        """The outputs of each of ``requests``, in their order, by OpenVINO's own queue of asynchronous requests."""
+        if self.streams == 1:
+            return super().run_many(requests)
+        for feeds in requests:
+            self.signature.check_feeds(feeds)
+        self._ready()
+        if self._queue is None:
+            self._queue = self._ov.AsyncInferQueue(self._model, self.streams)
+        found: list[dict[str, np.ndarray]] = [{} for _ in requests]
+
+        def finished(request: Any, job: tuple[int, list[Any]]) -> None:
+            number, _ = job  # the other half is what kept its inputs alive
+            found[number] = {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
+
+        self._queue.set_callback(finished)
+        try:
+            for number, feeds in enumerate(requests):
+                held = [self._tensor(name, feeds[name]) for name in self._inputs]
+                given = {index: tensor for index, (tensor, _) in zip(self._inputs.values(), held, strict=True)}
+                self._queue.start_async(given, (number, held), share_inputs=True)
+            self._queue.wait_all()
+        except RuntimeError as error:
+            raise self._failed(error, requests[0] if requests else {}) from error
+        return found
+
+    def _ready(self) -> None:
+        """Load the model again where a run has failed."""
+        if self._core is None:
+            raise RunFailed(f"the session of {self.artifact.path} is closed; load it again")
+        if self._model is None:
+            with self._loading:
+                if self._model is None:
+                    self._load()
+
+    def _failed(self, error: RuntimeError, feeds: Feeds) -> RunFailed:
+        # In bfloat16 a model that failed once fails at every later run, whatever its inputs: load it again then.
+        self._model = self._queue = None
+        sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+        return RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}")
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
         """The input as a tensor over the same memory, and the array that owns the memory."""
@@ -113,8 +170,9 @@ class OpenVinoSession(BaseSession):
 
     def close(self) -> None:
         """Free the model and end its threads."""
-        self._held = []
-        self._request = self._model = self._core = None
+        super().close()
+        self._free = SimpleQueue()
+        self._queue = self._model = self._core = None
 
 
 def reason(error: BaseException) -> str:
@@ -133,9 +191,11 @@ def _settings(options: SessionOptions, capabilities: list[str]) -> Mapping[str, 
     if needs and needs not in capabilities:
         raise UnsupportedHere(f"this CPU has no {options.precision}; load the model with precision fp32")
     settings: dict[str, Any] = {
-        "PERFORMANCE_HINT": "LATENCY",
+        "PERFORMANCE_HINT": "LATENCY" if options.streams == 1 else "THROUGHPUT",
         "INFERENCE_PRECISION_HINT": _HINTS[options.precision],
     }
     if options.threads:
         settings["INFERENCE_NUM_THREADS"] = options.threads
+    if options.streams > 1:
+        settings["NUM_STREAMS"] = options.streams
     return settings

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, canonical_json
 from accel.errors import BadData
 from accel.signature import DimRange, Signature, numpy_dtype
 
@@ -31,7 +32,8 @@ class Dataset:
         """``.npz`` (one array an input, samples on axis 0), or a folder of them (shapes may differ between files).
 
         ``BadData`` where it can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
-        Nothing is unpickled.
+        Nothing is unpickled. What somebody still holds is handed out again, unless a file has changed: a run reads its
+        data once for all its gates.
         """
         if path.is_dir():
             files = sorted(path.glob("*.npz"))
@@ -41,7 +43,13 @@ class Dataset:
             files = [path]
         else:
             raise BadData(f"{path} does not exist; check --data")
-        return cls(path, signature, tuple(_read(file, signature) for file in files))
+        seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        what = signature.to_json()
+        key = canonical_json([str(path), seen, what["inputs"], what["dims"]])
+        found = _held.get(key)
+        if found is None:
+            found = _held[key] = cls(path, signature, tuple(_read(file, signature) for file in files))
+        return found
 
     def __len__(self) -> int:
         first = self.signature.inputs[0].name
@@ -95,6 +103,10 @@ class Dataset:
         return sizes[0] if sizes else None
 
 
+# By what they were read from and as what.
+_held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
+
+
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
     """``artifact`` with ranges that hold what ``data`` has. Only ranges that nobody declared grow: those of an ONNX
     file without a manifest that are not among ``declared``. Files that can't be read are for ``Dataset.load`` to name.
@@ -110,8 +122,8 @@ def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) ->
     for file in sorted(data.glob("*.npz")) if data.is_dir() else [data]:
         try:
             with np.load(file, allow_pickle=False) as archive:
-                shapes = {s.name: archive[s.name].shape for s in signature.inputs if s.name in archive.files}
-        except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile, MemoryError):
+                shapes = {s.name: _shape(archive, s.name) for s in signature.inputs if s.name in archive.files}
+        except (ValueError, OSError, EOFError, AttributeError, KeyError, zipfile.BadZipFile, MemoryError):
             continue
         for spec in signature.inputs:
             shape = shapes.get(spec.name, ())
@@ -124,6 +136,20 @@ def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) ->
         if not old.min <= low <= high <= old.max:
             ranges[dim] = DimRange(min(old.min, low), min(max(old.opt, low), high), max(old.max, high))
     return replace(artifact, signature=signature.with_dims(ranges)) if ranges else artifact
+
+
+def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
+    """From the header alone: the array itself is read once, later."""
+    from numpy.lib import format as npy
+
+    assert archive.zip is not None, "it is open"
+    with archive.zip.open(f"{name}.npy") as stream:
+        readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        reader = readers.get(npy.read_magic(stream))
+        if reader is None:
+            return ()
+        shape: tuple[int, ...] = reader(stream)[0]
+        return shape
 
 
 def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:

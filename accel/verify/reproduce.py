@@ -15,7 +15,8 @@ from accel.errors import AccelError, BadInputSpec, ChainBroken, GateFailed, Usag
 from accel.progress import report
 from accel.signature import DimRange
 from accel.sources import open_source
-from accel.stage import StageConfig, get_stage, path_sha256, run_stage, versions
+from accel.stage import StageConfig, path_sha256, run_stage, versions
+from accel.stage_table import get_stage
 from accel.verify.gates import OutputGate, gate_runtime
 
 Status = Literal["identical", "equivalent", "different"]

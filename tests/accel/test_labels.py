@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.artifact import Artifact
-from accel.errors import BadData, UsageError
-from accel.optimizer.label_metric import read_labels, spearman
+from accel.errors import BadData, UnknownName, UsageError
+from accel.optimizer.label_metric import mean_iou, read_labels, spearman
 
 
 def save(path: Path, **arrays: Any) -> Path:
@@ -40,6 +40,52 @@ def test_top_k(tmp_path: Path) -> None:
     labels = save(tmp_path / "y.npz", label=np.array([1, 2]))
     assert read_labels(labels)({"logits": scores}, {}) == 0.0
     assert read_labels(labels, "top5")({"logits": scores}, {}) == 1.0
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 5))
+def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
+    """Fails if it is another number than the mean of scikit-learn's Jaccard indices over the classes that occur, or if
+    places without a label count."""
+    from sklearn.metrics import jaccard_score
+
+    rng = np.random.default_rng(seed)
+    found, labels = rng.integers(0, classes, (2, 3, 4, 4))
+    labels[rng.random(labels.shape) < 0.2] = -1
+    there = labels >= 0
+    occurring = sorted(set(found[there]) | set(labels[there]))
+    wanted = jaccard_score(labels[there], found[there], labels=occurring, average="macro") if occurring else 0.0
+    assert mean_iou(found, labels, classes) == pytest.approx(wanted)
+
+
+def test_iou_of_a_segmentation(tmp_path: Path) -> None:
+    """Fails if labels of places aren't judged by IoU by themselves, against the output that has their shape."""
+    labels = np.array([[[0, 1], [1, 1]], [[0, 0], [2, -1]]])
+    scores = np.full((2, 3, 2, 2), -1.0, np.float32)
+    for (sample, y, x), label in np.ndenumerate(labels):
+        scores[sample, max(label, 0), y, x] = 1.0
+    metric = read_labels(save(tmp_path / "y.npz", label=labels))
+    assert metric.kind == "iou"
+    assert metric({"logits": scores, "features": np.ones((2, 8))}, {}) == 1.0
+    scores[0, 0, 0, 0] = -2.0  # one place of class 0 becomes class 1: 2/3 and 3/4 are left
+    scores[0, 1, 0, 0] = 2.0
+    assert metric({"logits": scores}, {}) == pytest.approx((2 / 3 + 3 / 4 + 1) / 3)
+    with pytest.raises(UsageError, match=r"\[samples, classes, 2, 2\]"):
+        metric({"logits": scores[:, :, :1]}, {})
+    with pytest.raises(BadData, match="a class number for each place"):
+        read_labels(save(tmp_path / "flat.npz", label=np.arange(4)), "iou")
+
+
+def test_any_top_k(tmp_path: Path) -> None:
+    """Fails if K isn't the number that was asked for, or a K that every label is within says something."""
+    scores = np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.float32)
+    labels = save(tmp_path / "y.npz", label=np.array([1, 1]))
+    assert read_labels(labels, "top2")({"logits": scores}, {}) == 0.5
+    assert read_labels(labels, "top3")({"logits": scores}, {}) == 1.0
+    with pytest.raises(UsageError, match="more than 4 classes"):
+        read_labels(labels, "top4")({"logits": scores}, {})
+    with pytest.raises(UnknownName, match="another top<K>"):
+        read_labels(labels, "top0")
 
 
 def test_labels_judge_a_real_net(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,11 @@ import numpy as np
 import pytest
 
 import accel
-from accel.api import optimize as module
 from accel.artifact import Artifact, manifest_path
+from accel.cli.optimize import command
 from accel.errors import CannotWrite, NothingPassed, UnsupportedHere
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.choice import fastest, likeliest
 from accel.optimizer.judge import Judge, Judgement
 from accel.sources import open_source
 
@@ -71,6 +76,29 @@ def test_what_is_published(result: Any) -> None:
         outputs = session.run(session.example_inputs(batch=3))
         assert outputs["logits"].shape == (3, 10)
     assert accel.inspect(folder, check=True).intact
+
+
+def test_the_page_of_a_real_run(result: Any) -> None:
+    """Fails if the page lacks a candidate, a stage of the choice, the hashes, or the command, or loads anything."""
+    page = (result.artifact.path.parent / "report.html").read_text(encoding="utf-8")
+    for row in result.candidates:
+        assert html.escape(row.name) in page
+    for record in result.artifact.history:
+        assert record["output"][0][:12] in page
+    assert f"--metric {TOP1}" in page
+    assert 'id="pareto"' in page
+    assert 'id="latency"' in page
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page)
+
+
+def test_the_command_does_the_same(result: Any) -> None:
+    """Fails if the command in the report isn't one that accel takes, or asks for something else."""
+    words = shlex.split(result.command)
+    assert words[:2] == ["accel", "optimize"]
+    asked = command.make_context("optimize", words[2:]).params
+    assert (asked["metric"], asked["rounds"], asked["target"]) == (TOP1, 5, "auto")
+    assert Path(asked["model"]).name == "digits.onnx"
+    assert asked["data"].name == "digits_calib.npz"
 
 
 def test_the_second_run_does_no_work(
@@ -154,7 +182,12 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
     digits.copy_to(out / "model.onnx")
     words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
     accel.optimize(digits.path, out=out, **words)  # type: ignore[arg-type]
-    assert sorted(p.name for p in out.iterdir()) == ["model.engine", "model.engine.manifest.json", "optimize.json"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "model.engine",
+        "model.engine.manifest.json",
+        "optimize.json",
+        "report.html",
+    ]
     assert open_source(out).kind == "engine"
 
 
@@ -179,7 +212,7 @@ def test_a_judgement_survives_json() -> None:
 
 
 def _row(name: str, ms: float, verdict: str) -> Any:
-    return module.CandidateResult(name=name, measured={"median_ms": ms, "verdict": verdict})
+    return CandidateResult(name=name, measured={"median_ms": ms, "verdict": verdict})
 
 
 def test_the_rule_of_choice() -> None:
@@ -188,17 +221,17 @@ def test_the_rule_of_choice() -> None:
     noisy, slower = _row("noisy", 9.9, "no measurable difference"), _row("slower", 20.0, "slower")
     wrong = replace(_row("wrong", 1.0, "faster"), status="rejected", reason="drop")
     good, best = _row("good", 6.0, "faster"), _row("best", 5.0, "faster")
-    assert module._fastest(source, [noisy, slower, wrong]) is source
-    assert module._fastest(source, [good, noisy, best, wrong]) is best
+    assert fastest(source, [noisy, slower, wrong]) is source
+    assert fastest(source, [good, noisy, best, wrong]) is best
     assert good.reason == "slower than best"
 
 
 def test_unmeasured_targets_prefer_fp16() -> None:
     """Fails if, where nothing can be measured, int8 is chosen over fp16, or something that was rejected."""
     rows = [replace(_row(p, 1.0, ""), precision=p) for p in ("fp32", "int8", "fp16")]
-    assert module._likeliest(rows).precision == "fp16"
+    assert likeliest(rows).precision == "fp16"
     rows[2].status = "rejected"
-    assert module._likeliest(rows).precision == "int8"
+    assert likeliest(rows).precision == "int8"
 
 
 def test_the_manifest_holds_the_measurement(result: Any) -> None:

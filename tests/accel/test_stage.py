@@ -20,7 +20,8 @@ from accel.cache import StageCache
 from accel.errors import ChainBroken, GateFailed, SignatureDrift, UnsupportedHere
 from accel.signature import DimRange
 from accel.sources.onnx_file import open_onnx
-from accel.stage import Stage, StageConfig, config_json, run_stage
+from accel.stage import StageConfig, config_json, run_stage
+from accel.stage_table import Stage
 from accel.verify.gates import OutputGate
 
 CALLS: list[str] = []

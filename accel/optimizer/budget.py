@@ -1,0 +1,42 @@
+"""How much time a search may take."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+
+class Budget:
+    """``seconds`` from now on, or without end. What has begun is finished: it is asked before something is begun.
+
+    ``clock``: seconds, what the budget is counted by.
+    """
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._begun = clock()
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is an end."""
+        return self.seconds is not None
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it was made."""
+        return self._clock() - self._begun
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; infinity without an end, never less than 0."""
+        return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent)
+
+    def over(self, share: float) -> bool:
+        """Whether more than this share of it is spent."""
+        return self.seconds is not None and self.spent >= share * self.seconds
+
+    def reason(self, what: str) -> str:
+        """Why something was not begun."""
+        return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"

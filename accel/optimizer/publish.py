@@ -1,0 +1,77 @@
+"""The folder that ``accel optimize`` leaves: the choice with its manifest, and what was found about all candidates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact, Manifest, beside, manifest_path
+from accel.errors import AccelError, CannotWrite
+from accel.optimizer.report_page import PAGE
+from accel.sources import MAIN_FILES, REPORT
+
+_ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "engine": ".engine"}
+
+
+def check_out(folder: Path, source: str) -> None:
+    """Refuse a folder in which something that accel did not make, or ``source`` itself, would be overwritten."""
+    if folder.exists() and not folder.is_dir():
+        raise CannotWrite(f"{folder} is a file; give a folder with -o")
+    for name in MAIN_FILES:
+        main = folder / name
+        if main.exists() and not manifest_path(main).is_file():
+            raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another -o")
+        if main.exists() and Path(source).exists() and main.samefile(source):
+            raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another -o")
+    if (folder / PAGE).exists() and not (folder / REPORT).exists():
+        raise CannotWrite(f"{folder / PAGE} was not made by accel and would be overwritten; give another -o")
+
+
+def publish(
+    artifact: Artifact,
+    session: Mapping[str, Any],
+    folder: Path,
+    report: Callable[[Artifact], Mapping[str, Any]],
+    page: Callable[[Path, Artifact], None] | None,
+) -> Artifact:
+    """Copy ``artifact`` into ``folder``, with ``session`` (runtime, options, figures) in its manifest and what
+    ``report`` says of the copy beside it, as JSON, then what ``page`` writes (None: no page). What an earlier run chose
+    goes when the new choice is whole."""
+    if artifact.manifest is None:  # the source itself, from elsewhere, was the fastest
+        artifact = _recorded(artifact)
+    assert artifact.manifest is not None
+    artifact = artifact.with_manifest(replace(artifact.manifest, session=session))
+    main = folder / f"model{_ENDINGS[artifact.kind]}"
+    published = artifact.copy_to(main)
+    with beside(folder / REPORT) as temporary:
+        temporary.write_text(json.dumps(report(published), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    for name in MAIN_FILES:
+        old = folder / name
+        if old != main and manifest_path(old).is_file():
+            for file in (*_files_of(old), manifest_path(old)):
+                file.unlink(missing_ok=True)
+    (folder / PAGE).unlink(missing_ok=True)
+    if page is not None:
+        page(folder / PAGE, published)
+    return published
+
+
+def _files_of(main: Path) -> tuple[Path, ...]:
+    try:
+        return Artifact.open(main).files
+    except AccelError:
+        return (main,)
+
+
+def _recorded(artifact: Artifact) -> Artifact:
+    manifest = Manifest(
+        kind=artifact.kind,
+        signature=artifact.signature,
+        files=artifact.hashes(),
+        source=artifact.source,
+        properties=artifact.properties,
+    )
+    return artifact.with_manifest(manifest)

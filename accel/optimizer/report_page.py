@@ -1,0 +1,250 @@
+"""``report.html``: everything that was found about the candidates on one page. Nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact, beside
+from accel.converters.kernel_table import fusions
+from accel.errors import MissingExtra
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.measurement import PERCENTILES
+
+PAGE = "report.html"
+
+_WIDTH, _HEIGHT = 720, 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
+# A divergence below this is drawn as this: a logarithm has no 0.
+_LEAST_DROP = 1e-8
+_MOST_KERNELS = 2000
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    artifact: Artifact,
+    candidates: Sequence[CandidateResult],
+    max_drop: float,
+    environment: Mapping[str, Any],
+    notes: Sequence[str],
+    command: str,
+    objective: str,
+) -> None:
+    """Write the page beside ``path`` and rename it. ``artifact``: the published choice.
+
+    Raises ``MissingExtra`` without jinja2. Names come from models and their manifests, which may be hostile: the
+    template escapes every one of them.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingExtra("jinja2", "report") from None
+    chosen = next(row for row in candidates if row.status == "chosen")
+    history = artifact.history
+    environment_rows = [(name, _plain(value)) for name, value in environment.items() if value not in (None, "", [])]
+    page = (
+        jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        .from_string((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
+        .render(
+            title=title,
+            file=artifact.path.name,
+            chosen=chosen,
+            source=candidates[0],
+            candidates=candidates,
+            objective=objective,
+            max_drop=max_drop,
+            pareto=pareto(candidates, max_drop),
+            distributions=distributions(candidates),
+            stages=[(row.name, proof) for row in candidates if (proof := divergence(row.artifact))],
+            sensitivity=sensitivity(history),
+            kernels=_kernels(history),
+            chain=_chain(artifact),
+            files=dict(artifact.manifest.files) if artifact.manifest else {},
+            source_record=_source(artifact),
+            environment=environment_rows,
+            notes=notes,
+            command=command,
+            width=_WIDTH,
+            height=_HEIGHT,
+        )
+    )
+    with beside(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+
+
+def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
+    """The plot of time over metric (or divergence): a point a candidate that was measured and judged, the line through
+    those that no other beats in both, ticks, and where the budget ends. None where there are fewer than two points."""
+    by_metric = any(row.judgement and row.judgement.metric is not None for row in candidates)
+    found: list[tuple[CandidateResult, float, float]] = []
+    for row in candidates:
+        ms = (row.measured or {}).get("median_ms")
+        value = _quality(row, by_metric, is_source=row is candidates[0])
+        if ms and value is not None and math.isfinite(value):
+            found.append((row, ms, value))
+    if len(found) < 2:
+        return None
+    reference = candidates[0].judgement.metric if candidates[0].judgement else None
+    limit = max_drop
+    if by_metric and reference is not None:
+        limit = reference - max_drop * (abs(reference) or 1.0)
+    times = _Axis([ms for _, ms, _ in found], _LEFT, _WIDTH - _RIGHT, log=True)
+    values = [value for _, _, value in found] + ([limit] if limit > 0 or by_metric else [])
+    # Better is up: a metric that is higher, a divergence that is lower.
+    ends = (_HEIGHT - _BOTTOM, _TOP) if by_metric else (_TOP, _HEIGHT - _BOTTOM)
+    quality = _Axis(values, *ends, log=not by_metric)
+    best = [
+        (ms, value)
+        for _, ms, value in found
+        if not any(
+            (m <= ms and (v >= value if by_metric else v <= value)) and (m, v) != (ms, value) for _, m, v in found
+        )
+    ]
+    return {
+        "points": [
+            {
+                "name": row.name,
+                "status": row.status,
+                "ms": ms,
+                "value": value,
+                "x": times.at(ms),
+                "y": quality.at(value),
+            }
+            for row, ms, value in found
+        ],
+        "frontier": " ".join(f"{times.at(ms):.1f},{quality.at(v):.1f}" for ms, v in sorted(best)),
+        "x_ticks": times.ticks(),
+        "y_ticks": quality.ticks(),
+        "label": "metric" if by_metric else "1 - cosine (divergence)",
+        "limit": quality.at(limit) if limit > 0 or by_metric else None,
+    }
+
+
+def _quality(row: CandidateResult, by_metric: bool, *, is_source: bool) -> float | None:
+    if row.judgement is None:
+        return _LEAST_DROP if is_source and not by_metric else None
+    if by_metric:
+        return row.judgement.metric
+    return max(row.judgement.drop, _LEAST_DROP)
+
+
+class _Axis:
+    """Values on a line from ``start`` to ``end``, linear or logarithmic, with a little room at both ends."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
+        self._log = log
+        scaled = [self._scale(v) for v in values]
+        low, high = min(scaled), max(scaled)
+        room = 0.08 * (high - low) or 0.08 * abs(high) or 0.1
+        self._low, self._high = low - room, high + room
+        self._start, self._end = start, end
+
+    def _scale(self, value: float) -> float:
+        return math.log10(max(value, 1e-30)) if self._log else value
+
+    def at(self, value: float) -> float:
+        share = (self._scale(value) - self._low) / (self._high - self._low)
+        return round(self._start + min(1.0, max(0.0, share)) * (self._end - self._start), 1)
+
+    def ticks(self, count: int = 5) -> list[dict[str, Any]]:
+        """Where to write which number."""
+        made = []
+        for i in range(count):
+            scaled = self._low + (i + 0.5) / count * (self._high - self._low)
+            value = 10**scaled if self._log else scaled
+            made.append({"at": self.at(value), "text": f"{value:.3g}"})
+        return made
+
+
+def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | None:
+    """A strip a candidate: from the 1st to the 99th percentile of its times a thin line, the middle half a box, the
+    median a mark."""
+    rows = [(row, m["percentiles_ms"]) for row in candidates if (m := row.measured) and m.get("percentiles_ms")]
+    if not rows:
+        return None
+    axis = _Axis([ms for _, values in rows for ms in values], 220, _WIDTH - _RIGHT, log=True)
+    strips = []
+    for row, values in rows:
+        by = dict(zip(PERCENTILES, values, strict=True))
+        marks = {f"p{p}": axis.at(by[p]) for p in (1, 25, 50, 75, 99)}
+        words = ", ".join(f"{p}%: {by[p]:.3g} ms" for p in PERCENTILES)
+        strips.append({"name": row.name, "status": row.status, "words": words, **marks})
+    return {"strips": strips, "ticks": axis.ticks(), "height": 30 * len(strips) + 40}
+
+
+def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
+    """The worst comparison of each stage that made ``artifact``, against its limit; ``share`` of the way to it, by
+    decades from 1e-8 on."""
+    found = []
+    for proof in artifact.proof() if artifact is not None else ():
+        worst = proof["worst"]
+        row = {"stage": proof["stage"], "summary": proof["summary"], "passed": proof["passed"], "share": None}
+        if worst is not None:
+            value, limit = max(float(worst["value"]), 1e-8), max(float(worst["limit"]), 1e-8)
+            decades = math.log10(limit / 1e-8) or 1.0
+            row["share"] = round(100 * min(1.0, math.log10(value / 1e-8) / decades), 1)
+            row |= {"value": worst["value"], "limit": worst["limit"], "case": worst["case"], "output": worst["output"]}
+        found.append(row)
+    return found
+
+
+def sensitivity(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A table for each stage whose notes have a ``sensitivity``: numbers by name, or rows of named values."""
+    tables = []
+    for record in history:
+        found = record["notes"].get("sensitivity")
+        if isinstance(found, Mapping):
+            rows = [{"name": name, "value": value} for name, value in found.items()]
+        elif isinstance(found, list | tuple) and all(isinstance(row, Mapping) for row in found):
+            rows = [dict(row) for row in found]
+        else:
+            continue
+        if rows:
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            cells = [[_plain(row.get(name, "")) for name in columns] for row in rows]
+            tables.append({"stage": record["name"], "columns": columns, "rows": cells})
+    return tables
+
+
+def _kernels(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    rows = list(history[-1]["notes"].get("kernels", ())) if history else []
+    if not rows:
+        return None
+    counts = {name: len(found) for name, found in fusions(rows).items()}
+    return {"rows": rows[:_MOST_KERNELS], "count": len(rows), "counts": counts}
+
+
+def _chain(artifact: Artifact) -> list[dict[str, Any]]:
+    return [
+        {
+            "stage": record["name"],
+            "seconds": record["seconds"],
+            "input": str(record["input"])[:12],
+            "output": str(record["output"][0])[:12],
+            "options": ", ".join(
+                f"{k}={_plain(v)}" for k, v in record["options"].items() if v not in (None, [], {}, "")
+            ),
+            "versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+        }
+        for record in artifact.history
+    ]
+
+
+def _source(artifact: Artifact) -> dict[str, Any]:
+    source = artifact.source
+    files = [(str(f["path"]), str(f["sha256"])[:12]) for f in source.get("files", ())]
+    return {"spec": str(source.get("spec", artifact.path.name)), "files": files}
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value))
+    return str(value)

@@ -1,0 +1,149 @@
+"""The search over the candidates: all measured where there is time, else by successive halving; then session options.
+
+Successive halving: all are measured for a short while, the better half of them for longer, and so on (Jamieson and
+Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.bench.statistics import MIN_ROUNDS, judge, speedup
+from accel.cache import StageCache
+from accel.errors import AccelError
+from accel.optimizer.budget import Budget
+from accel.optimizer.candidate import CandidateResult, judged
+from accel.optimizer.choice import fastest
+from accel.optimizer.judge import Judge
+from accel.optimizer.measurement import Effort, measured
+from accel.optimizer.session_variants import variants
+from accel.optimizer.workload import Workload
+
+# What a short measurement takes for each process: loading it, warming it up, five short blocks.
+_SECONDS_A_CANDIDATE = 4.0
+_SHORT_BLOCK_SECONDS = 0.05
+_FINALISTS = 2
+# Further rounds while an interval is wide: on a noisy machine nothing would seem faster otherwise.
+_SECONDS_OF_CANDIDATES = 20.0
+_SECONDS_OF_OPTIONS = 10.0
+_SOURCES = 2  # processes of the source in each measurement
+
+
+@dataclass(kw_only=True)
+class Search:
+    """What all measurements of one run share. ``environment``: of the last of them; empty before the first."""
+
+    source: CandidateResult
+    workload: Workload
+    threads: int
+    rounds: int
+    cache: StageCache
+    budget: Budget
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def best(self, rows: Sequence[CandidateResult]) -> CandidateResult:
+        """The fastest of the right ``rows`` that is measurably faster than the source, else the source."""
+        finalists = self._halved([row for row in rows if row.status == "passed"])
+        new = not finalists or any(row.measured is None for row in finalists)
+        if self.budget.left >= self._seconds(len(finalists)) or (finalists and new):
+            self._measure(finalists, self._long(len(finalists), _SECONDS_OF_CANDIDATES))
+        return fastest(self.source, finalists)
+
+    def vary_sessions(
+        self,
+        best: CandidateResult,
+        rows: Sequence[CandidateResult],
+        judge_of: Judge,
+        max_drop: float,
+        *,
+        vary_threads: bool,
+    ) -> tuple[CandidateResult, list[CandidateResult]]:
+        """The best with other session options, where these are measurably faster; and a row for each that was made.
+
+        All options of the best candidate's runtime are tried, of the second best's the likeliest.
+        """
+        others = [r for r in rows if r is not best and r.status == "passed" and r.measured is not None]
+        faster = [r for r in others if (r.measured or {})["verdict"] == "faster" and not r.missed_final]
+        faster.sort(key=lambda row: (row.measured or {})["median_ms"])
+        bases = [best, *faster[:1]]
+        made = [
+            variant
+            for base, most in zip(bases, (None, 1), strict=False)
+            for variant in variants(base, self.workload.objective, cores=self.threads, vary_threads=vary_threads)[:most]
+        ]
+        if not made:
+            return best, []
+        if self.budget.left < self._seconds(len(made) + len(bases)):
+            for row in made:
+                row.missed(self.budget.reason("its session options were tried"))
+            return best, made
+        for row in made:
+            assert row.artifact is not None
+            try:
+                judged(row, judge_of, row.artifact, row.options, max_drop, self.cache)
+            except AccelError as error:
+                row.status, row.reason = "rejected", str(error)
+        measurable = [base for base in bases if base is not self.source]
+        for base in measurable:
+            base.reason = ""
+        ready = [*measurable, *(row for row in made if row.status == "passed")]
+        self._measure(ready, self._long(len(ready), _SECONDS_OF_OPTIONS))
+        by_name = {base.name: base for base in (self.source, *bases)}
+        for row in made:
+            if row.status == "passed" and not faster_than(row, by_name[row.base], self._floor()):
+                row.reason = f"not measurably faster than {row.base}"
+        contenders = [row for row in (*measurable, *made) if row.status == "passed" and not row.reason]
+        return fastest(self.source, contenders), made
+
+    def _halved(self, rows: list[CandidateResult]) -> list[CandidateResult]:
+        """Those that are worth a long measurement: all of them, unless time is short."""
+        if not self.budget.limited:
+            return rows
+        fitting = max(0, int(self.budget.left // _SECONDS_A_CANDIDATE) - _SOURCES)
+        for row in rows[fitting:]:
+            row.missed(self.budget.reason("it was measured"))
+        left = rows[:fitting]
+        block_seconds = _SHORT_BLOCK_SECONDS
+        while len(left) > _FINALISTS and self.budget.left > 0:
+            self._measure(left, Effort(rounds=MIN_ROUNDS, block_seconds=block_seconds, seconds=0.0))
+            ranked = sorted((r for r in left if r.status == "passed"), key=lambda r: (r.measured or {})["median_ms"])
+            kept = ranked[: max(_FINALISTS, -(-len(left) // 2))]
+            for row in ranked[len(kept) :]:
+                row.reason = f"slower than {kept[0].name} in a short measurement of {len(left)}"
+                row.missed_final = True
+            left = kept
+            block_seconds *= 2
+        return left
+
+    def _long(self, count: int, seconds: float) -> Effort:
+        """What is asked for, or as much of it as the budget has time for."""
+        effort = Effort(rounds=self.rounds, seconds=seconds)
+        if not self.budget.limited:
+            return effort
+        a_round = (count + _SOURCES) * 2 * effort.block_seconds  # half of a block goes before it, to warm up
+        fitting = max(MIN_ROUNDS, min(self.rounds, int(self.budget.left / a_round)))
+        return Effort(rounds=fitting, seconds=min(seconds, self.budget.left))
+
+    @staticmethod
+    def _seconds(count: int) -> float:
+        return (count + _SOURCES) * _SECONDS_A_CANDIDATE
+
+    def _measure(self, rows: Sequence[CandidateResult], effort: Effort) -> None:
+        self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)
+
+    def _floor(self) -> float:
+        return float(self.environment.get("noise_floor") or 0.0)
+
+
+def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bool:
+    """Whether ``row`` is measurably faster than ``base``, by the rounds that both were timed in."""
+    import numpy as np
+
+    if row.measured is None or base.measured is None:
+        return False
+    mine, theirs = (np.array(r.measured["round_medians_ms"]) for r in (row, base) if r.measured)
+    if len(mine) != len(theirs) or not len(mine):
+        return False
+    return judge(speedup(theirs, mine), floor) == "faster"

@@ -1,0 +1,60 @@
+"""Which other session options are worth a try for a candidate: a few, not every combination."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.workload import Objective
+
+
+def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_threads: bool) -> list[CandidateResult]:
+    """``row`` with other session options, the likeliest to be faster first; none where its runtime has nothing to
+    choose.
+
+    For latency fewer threads (a small model spends more on sharing work out than on the work), graph optimisations
+    without changes of layout (which not every convolution gains by) and idle threads that sleep. For throughput several
+    streams, which share work out by request instead of by operator.
+    """
+    options = {"onnxruntime": _onnxruntime, "openvino": _openvino}.get(row.runtime)
+    if options is None:
+        return []
+    found = options(objective, cores, vary_threads)
+    return [
+        CandidateResult(
+            name=f"{row.name}, {words}",
+            target=row.target,
+            precision=row.precision,
+            megabytes=row.megabytes,
+            artifact=row.artifact,
+            recipe=row.recipe,
+            runtime=row.runtime,
+            options={**row.options, **change},
+            base=row.name,
+        )
+        for words, change in found
+    ]
+
+
+def _fewer_threads(cores: int, vary_threads: bool) -> list[tuple[str, dict[str, Any]]]:
+    if cores < 2 or not vary_threads:
+        return []
+    half = cores // 2
+    return [(f"{half} thread{'s' if half > 1 else ''}", {"threads": half})]
+
+
+def _streams(cores: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
+    counts = [n for n in (cores, cores // 2) if n >= 2]
+    return [(f"{n} streams", {"streams": n, **more}) for n in counts]
+
+
+def _onnxruntime(objective: Objective, cores: int, vary_threads: bool) -> list[tuple[str, dict[str, Any]]]:
+    if objective == "throughput":
+        # Streams that spin take the cores from one another.
+        return _streams(cores, spinning=False)
+    found = [*_fewer_threads(cores, vary_threads), ("extended graph level", {"graph_level": "extended"})]
+    return found + ([("no spinning", {"spinning": False})] if cores > 1 else [])
+
+
+def _openvino(objective: Objective, cores: int, vary_threads: bool) -> list[tuple[str, dict[str, Any]]]:
+    return _streams(cores) if objective == "throughput" else _fewer_threads(cores, vary_threads)

@@ -1,0 +1,222 @@
+"""What candidates are measured on: a batch, a mix of lengths, requests one at a time or as many as a session takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from accel.bench.blocks import Candidate
+from accel.errors import BadData, BadInputSpec, UsageError
+from accel.runtimes.base import BaseSession, open_session
+from accel.signature import Feeds, Signature
+from accel.verify.data import Dataset
+from accel.verify.gates import cast_feeds
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Objective = Literal["latency", "throughput"]
+OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
+
+# More lengths than this are stood for by as many quantiles of theirs: each is one more shape that a runtime prepares.
+_MOST_LENGTHS = 8
+# Requests in one timed pass, for each core: enough that streams which end unevenly hardly count.
+_REQUESTS_A_CORE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """``mix``: the inputs of each request of a pass, one set a length; a pass runs them ``repeats`` times over.
+    ``batch``: samples a request. ``note``: the same in words."""
+
+    objective: Objective
+    mix: tuple[Feeds, ...]
+    batch: int
+    repeats: int
+    note: str
+
+    @property
+    def requests(self) -> int:
+        """How many a timed pass consists of."""
+        return len(self.mix) * self.repeats
+
+    def candidate(self, candidate: Candidate) -> Candidate:
+        """``candidate`` as it is timed: run by run, or where a pass has several requests pass by pass."""
+        if self.requests == 1:
+            return candidate
+        return PassCandidate(
+            name=candidate.name,
+            artifact=candidate.artifact,
+            runtime=candidate.runtime,
+            options=candidate.options,
+            mix=self.mix,
+            repeats=self.repeats,
+        )
+
+
+@dataclass(frozen=True)
+class PassCandidate(Candidate):
+    """A candidate of which one run is a whole pass of a workload."""
+
+    opener: str = "accel.optimizer.workload:PassSession"
+    mix: tuple[Feeds, ...] = ()
+    repeats: int = 1
+
+
+class PassSession:
+    """Every run is one pass over the workload of its candidate, as many requests at once as the session takes."""
+
+    def __init__(self, candidate: PassCandidate) -> None:
+        self._session: BaseSession = open_session(candidate.artifact, candidate.runtime, candidate.options)
+        mix = [cast_feeds(self._session, feeds) for feeds in candidate.mix]
+        self._distinct = len(mix)
+        self._requests = mix * candidate.repeats
+
+    @property
+    def signature(self) -> Signature:
+        return self._session.signature
+
+    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:  # noqa: ARG002 - its requests are known beforehand
+        """The outputs of each different request, under names of their own: all of them are compared."""
+        outputs = self._session.run_many(self._requests)[: self._distinct]
+        return {f"{name} of request {n}": value for n, found in enumerate(outputs) for name, value in found.items()}
+
+    def close(self) -> None:
+        """Give back what the session holds."""
+        self._session.close()
+
+
+def workload(
+    signature: Signature,
+    dataset: Dataset | None,
+    *,
+    objective: str,
+    sizes: Mapping[str, int],
+    batch: int | None,
+    lengths: str | Sequence[int] | None,
+    cores: int,
+) -> Workload:
+    """The workload that was asked for.
+
+    Without anything it is one sample of the data, or the dims' usual sizes. ``lengths``: see ``read_lengths``.
+    Raises ``UsageError`` where what was asked for contradicts itself, ``BadInputSpec`` where the model doesn't take it.
+    """
+    if objective not in OBJECTIVES:
+        raise UsageError(f"unknown objective {objective!r}; use one of {', '.join(OBJECTIVES)}")
+    wanted = dict(signature.known(sizes))
+    if batch is not None:
+        wanted |= _batch(signature, batch, wanted)
+    dim, found = read_lengths(lengths, signature, dataset) if lengths is not None else ("", [])
+    if dim in wanted:
+        raise UsageError(f"the size of {dim!r} is given twice; leave it out of --sizes")
+    mix = tuple(_feeds(signature, dataset, {**wanted, dim: size}) for size in _few(found)) if found else ()
+    mix = mix or (_feeds(signature, dataset, wanted),)
+    for feeds in mix if batch is not None or lengths is not None else ():
+        _within(signature, signature.check_feeds(feeds))
+    repeats = -(-_REQUESTS_A_CORE * cores // len(mix)) if objective == "throughput" else 1
+    shape = ", ".join(f"{name} {list(value.shape)}" for name, value in mix[0].items())
+    note = f"measured at {shape}" if len(mix) == 1 else f"measured at {dim} {', '.join(map(str, _few(found)))} in turn"
+    if len(found) > len(mix):
+        note += f" (quantiles of {len(found)})"
+    if repeats > 1:
+        note += f", throughput over {repeats * len(mix)} requests"
+    samples = next((len(v) for v in mix[0].values() if v.ndim), 1)
+    return Workload(objective=_known(objective), mix=mix, batch=samples, repeats=repeats, note=note)
+
+
+def _known(objective: str) -> Objective:
+    return "throughput" if objective == "throughput" else "latency"
+
+
+def read_lengths(given: str | Sequence[int], signature: Signature, dataset: Dataset | None) -> tuple[str, list[int]]:
+    """The dim, and the lengths that occur, each as often as it does.
+
+    ``given``: lengths, or as text ``8,16,128``, a file of whole numbers, or ``data`` for those of the samples (where
+    there is a mask, the number of ones in each of its rows); ``DIM=`` before it where the model has several such dims.
+    Raises ``BadInputSpec`` where the dim isn't clear, ``BadData`` for a file that holds something else.
+    """
+    text = given if isinstance(given, str) else ",".join(map(str, given))
+    name, equals, rest = text.partition("=")
+    others = [d for d in signature.dims if d != signature.batch_dim]
+    if equals and name in signature.dims:
+        dim, text = name, rest
+    elif len(others) == 1:
+        dim = others[0]
+    else:
+        has = f"the dims {', '.join(others)}" if others else "no dim but the batch"
+        raise BadInputSpec(f"the model has {has}; say whose lengths they are: --lengths NAME=8,16,128")
+    if text == "data":
+        return dim, _lengths_of(dim, signature, dataset)
+    compact = text.replace(" ", "")
+    if compact and not set(compact) - set("0123456789,"):
+        numbers = [part for part in compact.split(",") if part]
+    else:
+        path = Path(text)
+        if not path.is_file():
+            raise BadData(f"{text} is no file; give --lengths 8,16,128, a file of whole numbers, or data")
+        try:
+            numbers = path.read_text(encoding="utf-8").replace(",", " ").split()
+        except (UnicodeDecodeError, OSError):
+            numbers = [""]
+        if not numbers or not all(part.isdecimal() and len(part) < 10 for part in numbers):
+            raise BadData(f"{path} holds no list of lengths; write whole numbers, one a line")
+    found = [int(part) for part in numbers]
+    if not found or min(found) < 1:
+        raise BadInputSpec("a length of 0 is none; give whole numbers from 1 on")
+    return dim, found
+
+
+def _lengths_of(dim: str, signature: Signature, dataset: Dataset | None) -> list[int]:
+    if dataset is None:
+        raise UsageError("--lengths data takes the lengths of the samples; pass --data")
+    spec, axis = next((s, s.shape.index(dim)) for s in signature.inputs if dim in s.shape)
+    masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape[1:] == (dim,)]
+    found: list[int] = []
+    for part in dataset.parts:
+        if masks:
+            found += [max(1, int(n)) for n in (part[masks[0]] != 0).sum(axis=1)]
+        else:
+            found += [int(part[spec.name].shape[axis])] * len(part[spec.name])
+    return found
+
+
+def _few(lengths: Sequence[int]) -> list[int]:
+    """At most ``_MOST_LENGTHS`` that stand for all: the middles of as many equal shares of the sorted lengths."""
+    ordered = sorted(lengths)
+    if len(ordered) <= _MOST_LENGTHS:
+        return ordered
+    return [ordered[(2 * i + 1) * len(ordered) // (2 * _MOST_LENGTHS)] for i in range(_MOST_LENGTHS)]
+
+
+def _batch(signature: Signature, batch: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    dim = signature.batch_dim
+    if batch < 1:
+        raise BadInputSpec(f"a batch of {batch} holds nothing; use at least 1")
+    if dim is None:
+        fixed = {spec.shape[0] for spec in signature.inputs if spec.shape}
+        if fixed != {batch}:
+            raise BadInputSpec(f"the model's batch is fixed; export it with a dynamic dim to run batches of {batch}")
+        return {}
+    if sizes.get(dim, batch) != batch:
+        raise UsageError(f"--batch {batch} and --sizes {dim}={sizes[dim]} contradict each other; leave one out")
+    return {dim: batch}
+
+
+def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
+    for dim, size in sizes.items():
+        known = signature.dims[dim]
+        if not known.min <= size <= known.max:
+            fix = f"{min(known.min, size)}:{known.opt}:{max(known.max, size)}"
+            raise BadInputSpec(
+                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass --dim {dim}={fix}"
+            )
+
+
+def _feeds(signature: Signature, dataset: Dataset | None, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """A sample of the data, cut or repeated to ``sizes``, or random inputs of that shape."""
+    if dataset is None:
+        return signature.example_inputs(**sizes)
+    first = next(iter(dataset.batches(1)))
+    return dataset.shaped({**signature.check_feeds(first), **sizes}) if sizes else first

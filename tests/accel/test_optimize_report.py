@@ -1,0 +1,199 @@
+"""report.html of accel optimize, in a real browser."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accel
+from accel.artifact import Artifact, Manifest
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.judge import Judgement
+from accel.optimizer.report_page import pareto, sensitivity, write_page
+from accel.signature import Signature, TensorSpec
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+HOSTILE = "</title></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
+
+
+def chromium(page: Path, *words: str) -> str:
+    """What Chromium prints for these words; the page is opened from the disk, with no network to load from."""
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1700"]
+    command += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=2000", *words, f"file://{page}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-500:]
+    return ran.stdout
+
+
+def candidate(name: str, ms: float | None, drop: float | None, status: str = "passed", **more: Any) -> CandidateResult:
+    measured = None
+    if ms is not None:
+        percentiles = [ms * f for f in (0.9, 0.92, 0.94, 0.97, 1.0, 1.05, 1.2, 1.4, 1.9)]
+        measured = {
+            "median_ms": ms, "p99_ms": 1.9 * ms, "speedup": 10 / ms, "ci95": [9.8 / ms, 10.2 / ms],
+            "samples_per_second": 1000 / ms, "percentiles_ms": percentiles,
+        }  # fmt: skip
+    judgement = None
+    if drop is not None:
+        judgement = Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=0.1, judged_on="x")
+    return CandidateResult(name=name, status=status, measured=measured, judgement=judgement, **more)
+
+
+def artifact(name: str = "model") -> Artifact:
+    """One with a history of a stage that says everything a report shows, under that name."""
+    gate = {
+        "gate": "outputs", "case": f"batch=1 {name}", "output": name, "metric": "rel_l2", "value": 0.003, "limit": 0.02,
+        "passed": True, "note": "",
+    }  # fmt: skip
+    kernels = [
+        {"name": name, "type": "gemm", "inputs": ["float16"], "outputs": ["float16"], "onnx": [name, "relu"]},
+        {"name": "reformat", "type": "copy", "inputs": ["float32"], "outputs": ["float16"], "onnx": []},
+    ]
+    record = {
+        "name": "engine_from_onnx", "key": "k", "options": {"toolkit": name, "profiles": []}, "versions": {"onnx": "1"},
+        "input": "0" * 64, "input_path": "/x", "output": ["1" * 64], "seconds": 1.5, "gates": [gate],
+        "notes": {"kernels": kernels, "sensitivity": {name: 0.25}},
+    }  # fmt: skip
+    signature = Signature((TensorSpec("x", "float32", ("batch", 2)),))
+    source = {"spec": name, "files": [{"path": f"/{name}", "sha256": "2" * 64}]}
+    manifest = Manifest(
+        kind="engine", signature=signature, files={"model.engine": "3" * 64}, source=source, stages=(record,)
+    )
+    return Artifact(path=Path("model.engine"), kind="engine", signature=signature, manifest=manifest, source=source)
+
+
+def written(path: Path, name: str = "model", notes: tuple[str, ...] = ("measured at x [1, 2]",)) -> str:
+    made = artifact(name)
+    rows = [
+        candidate("source", 10.0, None, artifact=None),
+        candidate(f"best {name}", 2.5, 0.004, "chosen", artifact=made),
+        candidate("wrong", 1.5, 0.4, "rejected", reason=f"drop 0.4 is over the budget {name}", artifact=made),
+        candidate("broken", None, math.inf, "rejected", reason="NaN"),
+        candidate("late", None, None, "not tried", reason="8 s of the budget of 9 s were spent before it was measured"),
+    ]
+    write_page(
+        path,
+        title=name,
+        artifact=made,
+        candidates=rows,
+        max_drop=0.01,
+        environment={"cpu": name, "versions": {"onnx": "1"}, "load_average": None},
+        notes=notes,
+        command=f"accel optimize '{name}' -o out",
+        objective="latency",
+    )
+    return path.read_text(encoding="utf-8")
+
+
+@browser
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    """Fails if a part of the page is missing, a point lies outside the plot, or better isn't up and faster not left."""
+    text = written(tmp_path / "report.html")
+    assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", text)  # nothing is loaded, nothing is run
+    shown = chromium(tmp_path / "report.html", "--dump-dom")
+    for part in ('id="pareto"', 'id="candidates"', 'id="latency"', 'id="stages"', 'class="sensitivity"', 'id="kernels"',
+                 'id="chain"', 'id="command"', "not tried", "1 fused from several nodes"):  # fmt: skip
+        assert part in shown, part
+    points = {
+        match[1].split(":")[0]: (float(match[2]), float(match[3]))
+        for match in re.finditer(r"<g><title>(.*?)</title>\s*<circle[^>]*cx=\"([\d.]+)\" cy=\"([\d.]+)\"", shown)
+    }
+    assert set(points) == {"source", "best model", "wrong"}
+    assert all(64 <= x <= 696 and 16 <= y <= 316 for x, y in points.values())
+    assert points["wrong"][0] < points["best model"][0] < points["source"][0]
+    assert points["source"][1] < points["best model"][1] < points["wrong"][1]  # svg counts downwards
+
+
+@browser
+def test_light_and_dark(tmp_path: Path) -> None:
+    """Fails if the page is empty, or isn't light on dark where the reader's system is dark."""
+    page = tmp_path / "report.html"
+    look = """
+    <script>
+      const style = getComputedStyle(document.body);
+      document.body.dataset.colours = style.backgroundColor + "/" + style.color;
+    </script></body>"""
+    page.write_text(written(page).replace("</body>", look))
+    paper, ink = {}, {}
+    for name, words in (("light", []), ("dark", ["--blink-settings=preferredColorScheme=0"])):
+        shot = tmp_path / f"{name}.png"
+        chromium(page, f"--screenshot={shot}", *words)
+        assert shot.read_bytes()[:4] == b"\x89PNG"
+        assert shot.stat().st_size > 30_000  # an empty window is a tenth of that
+        match = re.search(r'data-colours="([^"]*)"', chromium(page, "--dump-dom", *words))
+        assert match
+        paper[name], ink[name] = (sum(map(int, re.findall(r"\d+", colour))) for colour in match[1].split("/"))
+    assert paper["light"] > 700
+    assert paper["dark"] < 120
+    assert ink["light"] < 200
+    assert ink["dark"] > 600
+
+
+@browser
+def test_hostile_names(tmp_path: Path) -> None:
+    """Fails if a name from a model, a manifest or a command becomes part of the page."""
+    text = written(tmp_path / "report.html", HOSTILE, notes=(HOSTILE,))
+    assert "<img" not in text
+    assert "<script" not in text
+    shown = chromium(tmp_path / "report.html", "--dump-dom")
+    assert "<img" not in shown
+    assert "<title>owned" not in shown
+    assert shown.count("onerror=") >= 8  # there as text
+
+
+def test_the_frontier() -> None:
+    """Fails if a candidate that another beats in both is on the line, or one that none beats isn't."""
+    rows = [candidate("source", 10, None), candidate("a", 5, 1e-3), candidate("b", 6, 1e-2), candidate("c", 2, 0.1)]
+    drawn = pareto(rows, 0.01)
+    assert drawn is not None
+    on_line = set(drawn["frontier"].split())
+    assert {p["name"] for p in drawn["points"] if f"{p['x']:.1f},{p['y']:.1f}" in on_line} == {"source", "a", "c"}
+    assert pareto(rows[:1], 0.01) is None
+    for row, metric in zip(rows, (0.9, 0.91, 0.9, 0.5), strict=True):
+        row.judgement = Judgement(drop=0, metric=metric, reference_metric=0.9, max_abs_diff=0, judged_on="x")
+    drawn = pareto(rows, 0.01)
+    assert drawn is not None
+    heights = {p["name"]: p["y"] for p in drawn["points"]}
+    assert heights["a"] < heights["source"] == heights["b"] < heights["c"]
+
+
+def test_sensitivity_in_both_forms() -> None:
+    """Fails if rows of values, or numbers by name, aren't a table, or anything else breaks the page."""
+    records = [
+        {"name": "search", "notes": {"sensitivity": [{"node": "a", "drop": 0.5}, {"node": "b", "why": "fp16"}]}},
+        {"name": "cast", "notes": {"sensitivity": {"c": 1e-5}}},
+        {"name": "simplify", "notes": {"sensitivity": "high"}},
+        {"name": "none", "notes": {}},
+    ]
+    one, other = sensitivity(records)
+    assert one["columns"] == ["node", "drop", "why"]
+    assert one["rows"] == [["a", "0.5", ""], ["b", "", "fp16"]]
+    assert other["rows"] == [["c", "1e-05"]]
+
+
+def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the missing extra ends the run, isn't named, or an older page stays beside the new choice."""
+    (tmp_path / "report.html").write_text("old")
+    (tmp_path / "optimize.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    words: dict[str, Any] = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
+    result = accel.optimize(digits.path, out=tmp_path, **words)
+    assert any("accel-toolchain[report]" in note for note in result.notes)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a report.html that accel did not write is overwritten."""
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(accel.AccelError, match="not made by accel"):
+        accel.optimize(digits.path, out=tmp_path, target="ort-cpu")
+    assert (tmp_path / "report.html").read_text() == "mine"

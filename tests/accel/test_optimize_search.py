@@ -1,0 +1,229 @@
+"""The search of accel optimize: session options, the budget of time, and what may be taken. Times are scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.optimizer import search as module
+from accel.optimizer.budget import Budget
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.judge import Judgement
+from accel.optimizer.measurement import Effort
+from accel.optimizer.search import Search, faster_than
+from accel.optimizer.session_variants import variants
+from accel.optimizer.workload import Workload
+
+WORK = Workload(objective="latency", mix=({},), batch=1, repeats=1, note="")
+LOAD = Workload(objective="throughput", mix=({},), batch=1, repeats=8, note="")
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed:
+    """Stands for ``measured``: each row takes its milliseconds, with a jitter of ``noise``; keeps who was timed how."""
+
+    def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
+        self.ms, self.noise, self.clock = ms, noise, clock
+        self.calls: list[tuple[list[str], Effort]] = []
+
+    def __call__(
+        self, source: CandidateResult, rows: Sequence[CandidateResult], work: Any, threads: int, effort: Effort, _: Any
+    ) -> dict[str, Any]:
+        self.calls.append(([row.name for row in rows], effort))
+        if self.clock is not None:
+            self.clock.now += 3.0 * (len(rows) + 2)
+        for number, row in enumerate((source, *rows)):
+            jitter = 1 + self.noise * np.sin(np.arange(9) * (number + 2))
+            medians = self.ms[row.name] * jitter
+            ratio = self.ms["source"] / self.ms[row.name]
+            row.measured = {
+                "median_ms": float(np.median(medians)),
+                "round_medians_ms": medians.tolist(),
+                "verdict": "faster" if ratio > 1.02 else "slower" if ratio < 0.98 else "no measurable difference",
+            }
+        return {"noise_floor": 0.02}
+
+
+class Judging:
+    """Stands for the judge: this drop for these names, nothing lost for others."""
+
+    def __init__(self, drops: Mapping[str, float] | None = None) -> None:
+        self.drops = drops or {}
+        self.seen: list[Mapping[str, Any]] = []
+
+    def key(self, artifact: Any, options: Mapping[str, Any]) -> str:
+        return repr(sorted(options.items()))
+
+    def judge(self, artifact: Any, options: Mapping[str, Any]) -> Judgement:
+        self.seen.append(options)
+        drop = max((d for words, d in self.drops.items() if words in repr(sorted(options.items()))), default=0.0)
+        return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
+
+
+def row(name: str, runtime: str = "openvino", **options: Any) -> CandidateResult:
+    return CandidateResult(
+        name=name, runtime=runtime, options={"threads": 2, **options}, artifact=Artifact.__new__(Artifact)
+    )
+
+
+@pytest.fixture
+def searching(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(
+        timed: Timed, *, seconds: float | None = None, clock: Clock | None = None, work: Workload = WORK
+    ) -> Search:
+        monkeypatch.setattr(module, "measured", timed)
+        timed.clock = clock
+        budget = Budget(seconds, clock or Clock())
+        source = row("source", "onnxruntime")
+        return Search(source=source, workload=work, threads=2, rounds=9, cache=StageCache(), budget=budget)
+
+    return make
+
+
+def test_options_have_to_be_measurably_faster(searching: Any) -> None:
+    """Fails if options that only look faster are taken, or those that are faster aren't."""
+    for ms, taken in ((5.9, "a"), (4.0, "a, 1 thread")):
+        search = searching(Timed({"source": 10, "a": 6, "a, 1 thread": ms}, noise=0.05))
+        rows = [row("a")]
+        best = search.best(rows)
+        chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
+        assert chosen.name == taken
+        assert [r.name for r in made] == ["a, 1 thread"]
+        loser = made[0] if taken == "a" else best
+        assert loser.reason in ("not measurably faster than a", "slower than a, 1 thread")
+    assert chosen.options == {"threads": 1}
+
+
+def test_options_are_judged_like_candidates(searching: Any) -> None:
+    """Fails if options that change the outputs beyond the budget are taken because they are fast."""
+    ms = {"source": 10, "a": 6, "a, 1 thread": 5, "a, extended graph level": 1, "a, no spinning": 5.5}
+    search = searching(Timed(ms))
+    rows = [row("a", "onnxruntime")]
+    judge = Judging({"extended": 0.5})
+    chosen, made = search.vary_sessions(search.best(rows), rows, judge, 0.01, vary_threads=True)
+    assert chosen.name == "a, 1 thread"
+    wrong = next(r for r in made if "extended" in r.name)
+    assert (wrong.status, wrong.measured) == ("rejected", None)
+    assert "over the budget" in wrong.reason
+    assert len(judge.seen) == 3
+
+
+def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
+    """Fails if a model that no candidate beats isn't tried with other options, or is replaced by slower ones."""
+    ms = {"source": 10, "a": 11, "source, 1 thread": 7, "source, extended graph level": 10, "source, no spinning": 12}
+    search = searching(Timed(ms))
+    rows = [row("a")]
+    chosen, _ = search.vary_sessions(search.best(rows), rows, Judging(), 0.01, vary_threads=True)
+    assert chosen.name == "source, 1 thread"
+    search = searching(Timed(ms | {"source, 1 thread": 10}))
+    rows = [row("a")]
+    chosen, made = search.vary_sessions(search.best(rows), rows, Judging(), 0.01, vary_threads=True)
+    assert chosen is search.source
+    assert all(r.reason for r in made)
+
+
+def test_which_options_are_tried() -> None:
+    """Fails if threads that were asked for are varied, or one core is shared out."""
+    ort, ov = row("a", "onnxruntime"), row("b", "openvino")
+    assert [v.options for v in variants(ov, "latency", cores=8, vary_threads=True)] == [{"threads": 4}]
+    assert variants(ov, "latency", cores=8, vary_threads=False) == []
+    assert [v.options["streams"] for v in variants(ov, "throughput", cores=8, vary_threads=False)] == [8, 4]
+    assert all(not v.options["spinning"] for v in variants(ort, "throughput", cores=2, vary_threads=True))
+    assert [v.name for v in variants(ort, "latency", cores=1, vary_threads=True)] == ["a, extended graph level"]
+    assert variants(row("c", "tensorrt"), "throughput", cores=8, vary_threads=True) == []
+
+
+def test_streams_for_throughput(searching: Any) -> None:
+    """Fails if throughput isn't searched for by streams."""
+    search = searching(Timed({"source": 10, "a": 6, "a, 2 streams": 4}), work=LOAD)
+    rows = [row("a")]
+    chosen, _ = search.vary_sessions(search.best(rows), rows, Judging(), 0.01, vary_threads=True)
+    assert chosen.options == {"threads": 2, "streams": 2}
+
+
+def test_halving(searching: Any) -> None:
+    """Fails if the fastest is lost, if those left out say nothing, or if all are measured long."""
+    names = [f"c{i}" for i in range(8)]
+    ms = {"source": 10.0} | {name: 9.0 - i for i, name in enumerate(names)}
+    clock = Clock()
+    timed = Timed(ms)
+    search = searching(timed, seconds=200, clock=clock)
+    rows = [row(name) for name in names]
+    best = search.best(rows)
+    assert best.name == "c7"
+    assert [len(called) for called, _ in timed.calls] == [8, 4, 2]
+    assert [effort.rounds for _, effort in timed.calls] == [5, 5, 9]
+    assert timed.calls[0][1].block_seconds < timed.calls[1][1].block_seconds < timed.calls[2][1].block_seconds
+    assert all(r.reason for r in rows if r is not best)
+    assert sum("short measurement" in r.reason for r in rows) == 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seconds=st.floats(0.5, 300),
+    times=st.lists(st.floats(0.5, 30), min_size=0, max_size=9),
+    spent=st.floats(0, 300),
+)
+def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float], spent: float) -> None:
+    """Fails if, whatever the times and however little of the budget is left, something is taken that wasn't measured
+    or isn't faster than the source, or a row that isn't taken has no reason."""
+    ms = {"source": 10.0} | {f"c{i}": t for i, t in enumerate(times)}
+    clock = Clock()
+    timed = Timed(ms, clock=clock)
+    source = row("source", "onnxruntime")
+    budget = Budget(seconds, clock)
+    clock.now = spent
+    search = Search(source=source, workload=WORK, threads=2, rounds=9, cache=None, budget=budget)  # type: ignore[arg-type]
+    rows = [row(f"c{i}") for i in range(len(times))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "measured", timed)
+        best = search.best(rows)
+    if best is not source:
+        assert best.measured is not None
+        assert best.measured["verdict"] == "faster"
+    for other in rows:
+        if other is not best:
+            assert other.reason
+            assert other.status in ("passed", "not tried")
+    if budget.limited and spent >= seconds:
+        assert timed.calls == []
+        assert all(r.status == "not tried" and "of the budget of" in r.reason for r in rows)
+
+
+def test_no_time_for_options(searching: Any) -> None:
+    """Fails if options are measured without time, or don't appear among what wasn't tried."""
+    clock = Clock()
+    timed = Timed({"source": 10, "a": 6})
+    search = searching(timed, seconds=14, clock=clock)
+    rows = [row("a")]
+    best = search.best(rows)
+    chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
+    assert chosen is best
+    assert [(r.status, "before its session options" in r.reason) for r in made] == [("not tried", True)]
+
+
+def test_faster_than_needs_the_same_rounds() -> None:
+    """Fails if a figure from another measurement is compared."""
+    one, other = row("a"), row("b")
+    one.measured = {"round_medians_ms": [1.0] * 9}
+    other.measured = {"round_medians_ms": [2.0] * 5}
+    assert not faster_than(one, other, 0.02)
+    other.measured = {"round_medians_ms": [2.0] * 9}
+    assert faster_than(one, other, 0.02)
+    assert not faster_than(other, one, 0.02)

@@ -1,0 +1,285 @@
+"""What accel optimize measures on: objective, batch, lengths; and that what it found is how the model is loaded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+import accel
+from accel.artifact import Artifact
+from accel.bench.blocks import Candidate
+from accel.errors import AccelError, BadData, BadInputSpec, UnknownName, UsageError
+from accel.optimizer.workload import PassCandidate, PassSession, _few, read_lengths, workload
+from accel.runtimes.base import SessionOptions, open_session
+from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources import open_source
+from accel.verify.data import Dataset
+
+TEXT = Signature(
+    (TensorSpec("ids", "int64", ("batch", "length"), (0, 99)), TensorSpec("mask", "int64", ("batch", "length"))),
+    (TensorSpec("y", "float32", ("batch", 8)),),
+    {"batch": DimRange(1, 1, 16), "length": DimRange(4, 16, 128)},
+)
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Token ids to a sum of embeddings, through two products: dynamic batch and length."""
+    rng = np.random.default_rng(0)
+
+    def weight(name: str, *shape: int) -> onnx.TensorProto:
+        return numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 8, name)
+
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["words"]),
+        helper.make_node("MatMul", ["words", "w1"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("MatMul", ["r", "w2"], ["each"]),
+        helper.make_node("ReduceMean", ["each"], ["y"], axes=[1], keepdims=0),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "text",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "length"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])],
+        [weight("table", 100, 64), weight("w1", 64, 256), weight("w2", 256, 8)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path = tmp_path_factory.mktemp("text") / "text.onnx"
+    onnx.save(model, path)
+    return open_source(path, inputs=["ids:int64[batch,length]{0..99}"], dims={"length": (4, 16, 128)})
+
+
+@pytest.mark.slow
+def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the options aren't taken, if no samples per second come out, if they aren't batch over time, or if what
+    was chosen isn't how the folder is loaded."""
+    monkeypatch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 1.0)
+    monkeypatch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 1.0)
+    words = ["optimize", text_model.path, "--input", "ids:int64[batch,length]{0..99}", "--dim", "length=4:16:128"]
+    words += ["--objective", "throughput", "--batch", "4", "--lengths", "8,8,64", "--rounds", "5"]
+    ran = cli(*words, "--target", "openvino", "--precision", "fp32", "-o", tmp_path / "out", "--json")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    rows = {row["name"]: row for row in body["candidates"]}
+    assert {"source", "openvino fp32"} <= set(rows)
+    assert any("streams" in name for name in rows)
+    for row in rows.values():
+        if row["measured"]:
+            assert row["measured"]["samples_per_second"] == pytest.approx(4000 / row["measured"]["median_ms"])
+            assert row["measured"]["p99_ms"] is None
+    assert "length 8, 8, 64 in turn" in body["notes"][0]
+    chosen = rows[body["chosen"]["name"]]
+    assert chosen["name"] == "source" or chosen["measured"]["verdict"] == "faster"
+    with accel.load(tmp_path / "out") as session:
+        assert session.options == SessionOptions.of(chosen["options"])
+        assert len(session.run_many([session.example_inputs(batch=2)] * 5)) == 5
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert "--lengths 8,8,64" in body["command"]
+
+
+def test_what_is_recorded_is_what_is_loaded(
+    text_model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if session options that were found fastest are lost on the way to accel.load or accel bench, or if a
+    number of threads that is asked for there doesn't count."""
+
+    def scripted(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
+        for row in (source, *rows):
+            ms = 5.0 if row.name.endswith(", no spinning") else 10.0
+            verdict = "faster" if ms < 10 else "no measurable difference"
+            row.measured = {"median_ms": ms, "round_medians_ms": [ms] * 9, "verdict": verdict}
+        return {"noise_floor": 0.02}
+
+    monkeypatch.setattr("accel.optimizer.search.measured", scripted)
+    result = accel.optimize(text_model, out=tmp_path / "out", target="ort-cpu", precision="fp32")
+    assert result.chosen.endswith(", no spinning")
+    options = dict(result.artifact.manifest.session["options"])  # type: ignore[union-attr]
+    assert options["spinning"] is False
+    with accel.load(tmp_path / "out") as session:
+        assert session.options == SessionOptions.of(options)
+
+    seen: list[dict[str, Any]] = []
+
+    def lane(candidate: Candidate, *_: Any) -> None:
+        seen.append(dict(candidate.options))
+        raise AccelError("enough")
+
+    monkeypatch.setattr("accel.bench.paired.Lane", lane)
+    for threads in (None, 1):
+        with pytest.raises(AccelError, match="enough"):
+            accel.benchmark([tmp_path / "out"], threads=threads)
+    assert seen[0] == options
+    assert seen[1] == {"threads": 1}
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path) -> None:
+    """Fails if requests that are under way together get one another's outputs, come back in another order, or can't
+    be sent from several threads."""
+    artifact = text_model
+    if runtime == "openvino":
+        words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
+        accel.export(text_model.path, to="openvino", out=tmp_path / "ir", **words)
+        artifact = open_source(tmp_path / "ir")
+    requests = [text_model.signature.example_inputs(seed=i, batch=1 + i % 3, length=4 + i) for i in range(24)]
+    with open_session(artifact, runtime, {"threads": 2}) as session:
+        assert session.streams == 1
+        wanted = [session.run(feeds)["y"] for feeds in requests]
+    with open_session(artifact, runtime, {"threads": 2, "streams": 2}) as session:
+        assert session.streams == 2
+        for _ in range(3):
+            for value, found in zip(wanted, session.run_many(requests), strict=True):
+                np.testing.assert_allclose(found["y"], value, rtol=1e-4, atol=1e-6)
+        found_by: dict[int, list[np.ndarray]] = {}
+
+        def run(number: int) -> None:
+            found_by[number] = [session.run(feeds)["y"] for feeds in requests]
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for found in found_by.values():
+            for value, other in zip(wanted, found, strict=True):
+                np.testing.assert_allclose(other, value, rtol=1e-4, atol=1e-6)
+        assert len(found_by) == 4
+        with pytest.raises(AccelError):
+            session.run_many([{"ids": np.zeros((1, 4), np.float32)}])
+
+
+def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
+    """Fails if a timed pass leaves out a length, or its outputs aren't those of each request."""
+    mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
+    plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
+    made = PassCandidate(
+        name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1}, mix=mix, repeats=2
+    )
+    session = PassSession(made)
+    ran: list[Any] = []
+    inner = session._session.run_many
+    session._session.run_many = lambda requests: ran.extend(requests) or inner(requests)  # type: ignore[method-assign,func-returns-value]
+    outputs = session.run(mix[0])
+    session.close()
+    assert [feeds["ids"].shape for feeds in ran] == [(2, 4), (2, 16), (2, 32)] * 2
+    with open_session(plain.artifact, plain.runtime, plain.options) as alone:
+        for number, feeds in enumerate(mix):
+            np.testing.assert_array_equal(outputs[f"y of request {number}"], alone.run(feeds)["y"])
+
+
+def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a session that takes two runs at once is given one at a time by the server."""
+    from accel.serve.executor import make_executor
+    from accel.serve.inference import InferenceRequest
+    from accel.serve.scheduling import Scheduling
+
+    signature = Signature((TensorSpec("x", "float32", ("batch", 2)),), (TensorSpec("y", "float32", ("batch", 2)),))
+    together = threading.Barrier(2, timeout=30)
+
+    class Session:
+        streams = 2
+
+        def run(self, feeds: Any) -> dict[str, np.ndarray]:
+            together.wait()  # breaks, and with it the test, where the other run isn't under way
+            return {"y": feeds["x"]}
+
+        def close(self) -> None: ...
+
+    executor = make_executor(
+        signature,
+        Scheduling(max_batch_size=1, eager=False),
+        Session,
+        name="m",
+        version="1",  # type: ignore[arg-type]
+    )
+    answers: list[Any] = []
+    done = threading.Semaphore(0)
+
+    def answer(result: Any) -> None:
+        answers.append(result)
+        done.release()
+
+    try:
+        for _ in range(2):
+            executor.submit(InferenceRequest(model="m", inputs={"x": np.ones((1, 2), np.float32)}), answer)
+        assert done.acquire(timeout=40)
+        assert done.acquire(timeout=40)
+    finally:
+        executor.close(timeout=5)
+    assert all("y" in found.outputs for found in answers)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=300))
+def test_few_lengths_stand_for_many(lengths: list[int]) -> None:
+    """Fails if there are more than eight, one that didn't occur, or if the sum is off by more than a share of the
+    spread: the cost of a request grows with its length."""
+    found = _few(lengths)
+    assert len(found) == min(8, len(lengths))
+    assert set(found) <= set(lengths)
+    spread = max(lengths) - min(lengths)
+    assert abs(np.mean(found) - np.mean(lengths)) <= spread / 8 + 1e-9
+
+
+def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
+    """Fails if a list, a file, or the data isn't read as it is, padding counted as length."""
+    assert read_lengths("8, 16,128", TEXT, None) == ("length", [8, 16, 128])
+    assert read_lengths([8, 8], TEXT, None) == ("length", [8, 8])
+    (tmp_path / "lengths.txt").write_text("8\n16\n16\n")
+    assert read_lengths(f"length={tmp_path / 'lengths.txt'}", TEXT, None) == ("length", [8, 16, 16])
+    mask = (np.arange(32) < np.array([[5], [32], [9]])).astype(np.int64)
+    np.savez(tmp_path / "d.npz", ids=np.zeros((3, 32), np.int64), mask=mask)
+    assert read_lengths("data", TEXT, Dataset.load(tmp_path / "d.npz", TEXT)) == ("length", [5, 32, 9])
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for text, error, words in (
+        ("8,x", BadData, "is no file"),
+        (str(tmp_path / "binary"), BadData, "whole numbers, one a line"),
+        ("0", BadInputSpec, "from 1 on"),
+        ("data", UsageError, "pass --data"),
+        (",", BadInputSpec, "from 1 on"),
+    ):
+        with pytest.raises(error, match=words):
+            read_lengths(text, TEXT, None)
+    with pytest.raises(BadInputSpec, match="no dim but the batch"):
+        read_lengths("8", Signature((TensorSpec("x", "float32", ("batch", 3)),)), None)
+
+
+def test_a_workload_that_cannot_be() -> None:
+    """Fails if a batch or length that the model was never checked at is measured, or a contradiction is overlooked."""
+    common: dict[str, Any] = {"objective": "latency", "sizes": {}, "batch": None, "lengths": None, "cores": 2}
+    for change, error, words in (
+        ({"lengths": "8,256"}, BadInputSpec, "pass --dim length=4:16:256"),
+        ({"batch": 32}, BadInputSpec, "pass --dim batch=1:1:32"),
+        ({"batch": 0}, BadInputSpec, "at least 1"),
+        ({"batch": 2, "sizes": {"batch": 4}}, UsageError, "contradict"),
+        ({"lengths": "8", "sizes": {"length": 4}}, UsageError, "given twice"),
+        ({"objective": "speed"}, UsageError, "latency, throughput"),
+    ):
+        with pytest.raises(error, match=words):
+            workload(TEXT, None, **(common | change))
+    fixed = Signature((TensorSpec("x", "float32", (2, 3)),))
+    with pytest.raises(BadInputSpec, match="batch is fixed"):
+        workload(fixed, None, **(common | {"batch": 4}))
+    assert workload(fixed, None, **(common | {"batch": 2})).batch == 2
+    made = workload(TEXT, None, **(common | {"objective": "throughput", "lengths": "8,16,128", "batch": 4}))
+    assert (made.batch, len(made.mix), made.requests) == (4, 3, 9)
+    assert [feeds["ids"].shape for feeds in made.mix] == [(4, 8), (4, 16), (4, 128)]
+
+
+def test_session_options_that_are_none() -> None:
+    """Fails if an option that there is not, or one that makes no sense, is a traceback or taken."""
+    with pytest.raises(UnknownName, match="unknown session option 'thread'"):
+        SessionOptions.of({"thread": 2})
+    with pytest.raises(UnknownName, match="graph level"):
+        SessionOptions(graph_level="most")
+    with pytest.raises(UsageError, match="streams"):
+        SessionOptions(streams=0)
