@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_gemm.py                 # tunes, measures, writes benchmarks/results/gpu_gemm.json and .md
     python benchmarks/gpu_gemm.py --seconds 240   # less time: the rows that matter most come first
+    python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
 
 act(a @ b + bias) on random data; operands are rotated, so that no call finds them in the L2 cache of the one before.
 The files are written after every row, so that a run that is cut short leaves what it measured. Needs an NVIDIA GPU.
@@ -10,6 +11,7 @@ The files are written after every row, so that a run that is cut short leaves wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +21,9 @@ from typing import Any
 
 import torch
 
+from accel.errors import AccelError
 from accel.kernels import dispatch, reference, tune
-from accel.kernels.spec import BYTES, GemmSpec
+from accel.kernels.spec import GemmSpec
 from accel.kernels.tuned import Table
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,22 +54,16 @@ def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
 
 
 def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
-    """What is timed beside the fused kernel. Where cuBLASLt has the bias in its epilogue, it gets to use it."""
+    """What is timed beside the fused kernel. Where cuBLASLt has the bias in its epilogue, it gets to use it. The
+    operands are laid out as each library wants them before anything is timed."""
     act = spec.epilogue.act
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
-    # Copies in the layouts that each library wants, made before anything is timed.
-    turns: dict[str, Iterator[Any]] = {}
-
-    def turning(name: str, made: list[Any]) -> Iterator[Any]:
-        turns[name] = cycle(made)
-        return turns[name]
 
     def epilogue(x: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
         return reference.epilogue_torch(spec.epilogue, x, given)
 
     if spec.in_dtype == "int8":
-        both = turning("int8", sets)
-        apart = turning("int8 apart", sets)
+        both, apart = cycle(sets), cycle(sets)
 
         def product() -> object:
             a, b, _ = next(both)
@@ -79,7 +76,7 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
         return {"cublaslt product only": product, "unfused": separate}
     if spec.in_dtype == "fp8_e4m3":
         scaled = [(a, b, g["row_scale"][:, None], g["col_scale"][None], g) for a, b, g in sets]
-        both, apart = turning("fp8", scaled), turning("fp8 apart", scaled)
+        both, apart = cycle(scaled), cycle(scaled)
 
         def product() -> object:
             a, b, row, column, _ = next(both)
@@ -92,7 +89,7 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
         return {"cublaslt product only": product, "unfused": separate}
     plain = [(a, b, b.t(), g["bias"].to(out)) for a, b, g in sets]
-    linear, matmul = turning("linear", plain), turning("matmul", plain)
+    linear, matmul = cycle(plain), cycle(plain)
 
     def with_bias() -> object:
         a, _, weight, bias = next(linear)
@@ -115,11 +112,10 @@ def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     return lambda: function(*next(turns))
 
 
-def measure(spec: GemmSpec, table: Table, with_compile: bool) -> dict[str, Any]:
+def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
     """One row: microseconds of each way, and what was chosen with its error over the bound."""
     device = torch.device("cuda")
-    copies = max(2, min(32, tune.ROTATED_BYTES // ((spec.m + spec.n) * spec.k * BYTES[spec.in_dtype])))
-    sets = [tune.operands_for(spec, device, seed) for seed in range(copies)]
+    sets = tune.rotated_operands(spec, device)
     tuned = tune.tune_gemm(spec, table)
     choice = dispatch.choose_for(spec, *sets[0][:2])
     row: dict[str, Any] = {
@@ -129,7 +125,7 @@ def measure(spec: GemmSpec, table: Table, with_compile: bool) -> dict[str, Any]:
         "chosen": str(choice),
         "error_over_bound": tuned.entry.error if tuned.entry else None,
         "refused": dict(tuned.refused),
-        "candidates_us": dict(tuned.timed),
+        "candidates_us": {name: us for name, us in tuned.timed.items() if name not in tuned.refused},
     }
     turns = cycle(sets)
 
@@ -137,17 +133,33 @@ def measure(spec: GemmSpec, table: Table, with_compile: bool) -> dict[str, Any]:
         a, b, given = next(turns)
         return dispatch.run_gemm(spec, a, b, given)
 
-    ways: dict[str, Callable[[], Run]] = {"fused": lambda: fused}
-    ways |= {name: (lambda run=run: run) for name, run in runs(spec, sets).items()}  # type: ignore[misc]
-    if with_compile:
-        ways["torch.compile"] = lambda: compiled(spec, sets)
     row["us"] = {}
-    for name, made in ways.items():
-        try:
-            row["us"][name] = tune.microseconds(made())
-        except Exception as error:  # a library that refuses a shape is a finding, not the end of the run
-            row.setdefault("errors", {})[name] = " ".join(str(error).split())[:200]
+    if tuned.entry is None:
+        row["errors"] = {"fused": "no kernel computes this right: see refused"}
+    else:
+        timed(row, "fused", fused)
+    for name, run in runs(spec, sets).items():
+        timed(row, name, run)
     return row
+
+
+def timed(row: dict[str, Any], name: str, run: Run) -> None:
+    """The microseconds of ``run`` into the row; a library that refuses a shape is a finding, not the end of it all."""
+    try:
+        row["us"][name] = tune.microseconds(run)
+    except Exception as error:
+        row.setdefault("errors", {})[name] = " ".join(str(error).split())[:200]
+
+
+def warm(part: int, of: int) -> None:
+    """Run the candidates of every ``of``-th problem once: what Triton compiles is then in its cache."""
+    capability, names = torch.cuda.get_device_capability(), dispatch.native_names()
+    for spec, _ in list(problems())[part::of]:
+        a, b, given = tune.operands_for(spec, torch.device("cuda"))
+        for config in dispatch.candidates(spec, capability, tma_layout=dispatch.is_tma_layout(a, b), native=names):
+            with contextlib.suppress(AccelError, RuntimeError):  # the tuner will say so
+                dispatch.run_config(spec, a, b, given, config)
+    torch.cuda.synchronize()
 
 
 def copy_gigabytes_per_second() -> float:
@@ -224,23 +236,34 @@ def write(body: dict[str, Any], folder: Path) -> None:
         temporary.replace(folder / name)
 
 
+def part_of(text: str) -> tuple[int, int]:
+    part, _, of = text.partition("/")
+    if not (part.isdecimal() and of.isdecimal() and int(part) < int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4, 1/4, 2/4 or 3/4")
+    return int(part), int(of)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=480.0, help="no new row is started after this long")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--warm", metavar="I/N", type=part_of, help="only compile the kernels of every N-th problem")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no NVIDIA GPU here: not run")
+    if options.warm:
+        warm(*options.warm)
+        return
     started = time.monotonic()
     device = dispatch.device_of(torch.cuda.current_device())
     copy, table = copy_gigabytes_per_second(), Table()
     wanted = list(problems())
     rows: list[dict[str, Any]] = []
-    for at, (spec, with_compile) in enumerate(wanted):
-        left = options.seconds - (time.monotonic() - started)
-        if left < 0:
-            break
-        rows.append(measure(spec, table, with_compile and left > 120))
+
+    def left() -> float:
+        return options.seconds - (time.monotonic() - started)
+
+    def report() -> None:
         body = {
             "gpu": device.gpu,
             "driver": device.driver,
@@ -249,11 +272,22 @@ def main() -> None:
             "native": len(dispatch.native_names()),
             "copy_gb_s": copy,
             "date": time.strftime("%Y-%m-%d"),
-            "left": len(wanted) - at - 1,
+            "left": len(wanted) - len(rows),
             "rows": judged(rows, copy),
         }
         write(body, options.out)
+
+    for spec, _ in wanted:
+        if left() < 0:
+            break
+        rows.append(measure(spec, table))
+        report()
         print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us']}", flush=True)
+    # Last: its own tuning takes up to a minute a problem.
+    for row, (spec, with_compile) in zip(rows, wanted, strict=False):
+        if with_compile and left() > 60:
+            timed(row, "torch.compile", compiled(spec, tune.rotated_operands(spec, torch.device("cuda"))))
+            report()
 
 
 if __name__ == "__main__":

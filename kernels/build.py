@@ -8,15 +8,18 @@ import os
 import re
 import shutil
 import subprocess
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel.errors import BuildFailed, UnknownName, UnsupportedHere
+from accel.errors import UnknownName, UnsupportedHere
+from accel.kernels.tuned import cache_folder
 from accel.kernels.units import UNITS, cutlass_includes, units_for
+
+if TYPE_CHECKING:
+    from accel.kernels.compilers import Compilers
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libaccel_kernels.so"
@@ -37,7 +40,7 @@ class Built:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """One file to compile: the command without its output, and what it is called while it runs."""
 
     name: str
@@ -77,14 +80,15 @@ def build(
     wanted = tuple(sorted(set(archs)))
     flags = [nvcc, "-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xptxas", "-warn-spills"]
     jobs_found = [
-        _Job(name=unit.name, command=(*flags, *unit.flags, *_includes(), *_codes(own), str(SOURCES / unit.source)))
+        Job(name=unit.name, command=(*flags, *unit.flags, *_includes(), *_codes(own), str(SOURCES / unit.source)))
         for unit, own in units_for(wanted)
         if units is None or unit.name in units
     ]  # the long ones first
     jobs_found += [
-        _Job(name=s.stem, command=(*flags, "-lineinfo", *_codes(wanted), str(s))) for s in sorted(SOURCES.glob("*.cu"))
+        Job(name=s.stem, command=(*flags, "-lineinfo", *_codes(wanted), str(s))) for s in sorted(SOURCES.glob("*.cu"))
     ]
-    return _compile(jobs_found, [nvcc, "-shared", "-cudart=static"], wanted, jobs, cache, progress)
+    link = [nvcc, "-shared", "-cudart=static"]
+    return compile_library(jobs_found, link, wanted, jobs=jobs, cache=cache, progress=progress)
 
 
 def _codes(archs: Sequence[str]) -> list[str]:
@@ -116,8 +120,8 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
     ]
     flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     link = [compiler, "-shared", "-pthread", f"-fsanitize={sanitize}"]
-    jobs = [_Job(name=source.stem, command=(*flags, str(source))) for source in sorted(SOURCES.glob("*.cu"))]
-    return _compile(jobs, link, ("host",), None, cache, lambda _message, _fraction: None)
+    jobs = [Job(name=source.stem, command=(*flags, str(source))) for source in sorted(SOURCES.glob("*.cu"))]
+    return compile_library(jobs, link, ("host",), cache=cache)
 
 
 def find_library(cache: Path | None = None) -> Path | None:
@@ -127,7 +131,7 @@ def find_library(cache: Path | None = None) -> Path | None:
         return Path(given)
     digest = sources_digest()
     found = []
-    for record in (cache or _cache_folder()).glob(f"*/{RECORD}"):
+    for record in (cache or cache_folder()).glob(f"*/{RECORD}"):
         body = _record(record)
         if body.get("sources") == digest and "host" not in body.get("archs", ["host"]):
             found.append((record.stat().st_mtime, record.with_name(LIBRARY)))
@@ -136,9 +140,14 @@ def find_library(cache: Path | None = None) -> Path | None:
 
 def sources_digest() -> str:
     """sha256 over every file under ``csrc``."""
+    return digest_of(SOURCES)
+
+
+def digest_of(folder: Path) -> str:
+    """sha256 over the files under ``folder`` and their names."""
     digest = hashlib.sha256()
-    for file in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
-        digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes())
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -150,48 +159,50 @@ def _record(path: Path) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _compile(
-    compiled: Sequence[_Job],
+def compile_library(
+    compiled: Sequence[Job],
     link: list[str],
     archs: tuple[str, ...],
-    jobs: int | None,
-    cache: Path | None,
-    progress: Progress,
+    *,
+    file: str = LIBRARY,
+    also: str = "",
+    jobs: int | None = None,
+    cache: Path | None = None,
+    progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
+    """``compiled`` in parallel, then linked to ``file`` in the cache. ``also``: what else the result depends on."""
+    from accel.kernels.compilers import Compilers, scratch_beside  # needs POSIX, which finding a library doesn't
+
     version = subprocess.run([link[0], "--version"], capture_output=True, text=True, check=True).stdout
     digest = sources_digest()
     commands = [" ".join(job.command).replace(str(SOURCES), "") for job in compiled]
-    key = hashlib.sha256("\0".join([version, digest, *commands, *link]).encode()).hexdigest()
-    library = (cache or _cache_folder()) / key[:32] / LIBRARY
+    key = hashlib.sha256("\0".join([version, digest, also, *commands, *link]).encode()).hexdigest()
+    library = (cache or cache_folder()) / key[:32] / file
     if library.is_file():
         warnings = tuple(map(str, _record(library.with_name(RECORD)).get("warnings", ())))
         return Built(path=library, archs=archs, cached=True, warnings=warnings)
-    scratch = library.parent.with_name(f".{library.parent.name}.{uuid.uuid4().hex[:8]}")
-    scratch.mkdir(parents=True)
-    try:
+    with scratch_beside(library.parent) as scratch, Compilers(scratch) as compilers:
         objects = [scratch / f"{job.name}.o" for job in compiled]
-        warnings = _compile_all(compiled, objects, jobs, progress)
-        _run([*link, *map(str, objects), "-o", str(scratch / LIBRARY)])
-        for target in objects:
-            target.unlink()
+        warnings = _compile_all(compilers, compiled, objects, jobs, progress)
+        made = scratch / "library"
+        made.mkdir()
+        compilers.run([*link, *map(str, objects), "-o", str(made / file)])
         body = {"sources": digest, "archs": archs, "compiler": version.strip().splitlines()[-1], "warnings": warnings}
-        (scratch / RECORD).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        (made / RECORD).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         if library.parent.exists():  # somebody else was faster: same sources, same library
             return Built(path=library, archs=archs, cached=True, warnings=warnings)
-        scratch.rename(library.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        made.rename(library.parent)
     progress("linked", 1.0)
     return Built(path=library, archs=archs, cached=False, warnings=warnings)
 
 
 def _compile_all(
-    compiled: Sequence[_Job], objects: Sequence[Path], jobs: int | None, progress: Progress
+    compilers: Compilers, compiled: Sequence[Job], objects: Sequence[Path], jobs: int | None, progress: Progress
 ) -> tuple[str, ...]:
     warnings: list[str] = []
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         running = {
-            pool.submit(_run, [*job.command, "-c", "-o", str(target)]): job.name
+            pool.submit(compilers.run, [*job.command, "-c", "-o", str(target)]): job.name
             for job, target in zip(compiled, objects, strict=True)
         }
         progress(f"compiling {len(compiled)} files", 0.0)
@@ -201,7 +212,8 @@ def _compile_all(
                 warnings += [f"{name}: {line}" for line in slow_code(future.result())]
                 progress(f"compiled {name}", done / (len(compiled) + 1))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # minutes of work that nobody needs any more
+            compilers.end()  # minutes of work that nobody needs any more
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
     return tuple(sorted(warnings))
 
@@ -209,19 +221,3 @@ def _compile_all(
 def slow_code(said: str) -> list[str]:
     """The lines of ptxas that name what costs speed: spilled registers, serialized wgmma."""
     return [line.strip() for line in said.splitlines() if re.search(r"spilled|C7510", line)]
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if re.search(r"error|fatal", line)]
-        first = lines[0] if lines else f"exit code {done.returncode}"
-        raise BuildFailed(f"{Path(command[0]).name} failed: {first[:300]}; run it by hand: {' '.join(command)}")
-    return done.stderr + done.stdout
-
-
-def _cache_folder() -> Path:
-    import platformdirs
-
-    given = os.environ.get("ACCEL_CACHE_DIR")
-    return (Path(given) if given else Path(platformdirs.user_cache_dir("accel"))) / "kernels"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from accel.errors import AccelError
 from accel.kernels import interpret, sass
-from accel.kernels.build import build, find_library, find_nvcc
+from accel.kernels.build import Progress, build, find_library, find_nvcc
 from accel.kernels.configs import ARCHS, get, shipped
 from accel.kernels.cross import compile_config
 from accel.kernels.dispatch import family
 from accel.kernels.native import Library
 from accel.kernels.units import NATIVE
-
-Progress = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)

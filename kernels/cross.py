@@ -7,12 +7,12 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accel.errors import MissingExtra, UnsupportedHere
 from accel.kernels.configs import INSTRUCTION, SHARED_LIMIT, Config
 from accel.kernels.reference import QMAX
+from accel.kernels.sass import find_cuobjdump
 from accel.kernels.spec import EpilogueSpec
 from accel.kernels.triton_launch import GROUP, flags, tile
 
@@ -113,13 +113,12 @@ def _instruction(ptx: str) -> str:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers a thread and bytes of local memory (spills) of a cubin, as cuobjdump reads them."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [find_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     if found is None:
         raise UnsupportedHere(f"cuobjdump said nothing about a kernel's registers: {text.strip()[:200]}")

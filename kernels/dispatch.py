@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from accel.errors import UnsupportedHere
 from accel.kernels import reference, tuned
 from accel.kernels.configs import ARCHS, CONFIGS, FIRST_FP8, TMA_ARCHS, Config, get
 from accel.kernels.reference import TORCH_DTYPES
@@ -47,6 +48,18 @@ def family(capability: tuple[int, int]) -> int | None:
     number = capability[0] * 10 + capability[1]
     fitting = [arch for arch in ARCHS if arch <= number]
     return fitting[-1] if fitting else None
+
+
+def native_arch(capability: tuple[int, int]) -> str:
+    """What a library for a GPU of this compute capability is compiled for: ``sm_90a`` for 9.0.
+
+    Raises ``UnsupportedHere`` below 8.0.
+    """
+    arch = family(capability)
+    if arch is None:
+        raise UnsupportedHere(f"compute capability {capability[0]}.{capability[1]} is below 8.0; no kernel is for it")
+    # From 9.0 on the tensor cores are the architecture's own, and what uses them runs on no later one.
+    return f"sm_{arch}" + ("a" if arch >= 90 and capability == divmod(arch, 10) else "")
 
 
 def candidates(

@@ -86,7 +86,9 @@ def gemm(kernels: Any, name: str, dtype: str, sizes: tuple[int, int, int], act: 
     got = run_gemm(spec, a, b, operands, config, kernels, interpreted=True)
     exact = reference.gemm_torch(spec, a, b, operands)
     # The interpreter truncates to bfloat16 where a GPU rounds: up to a whole unit off instead of half.
-    return worst(got, exact, reference.gemm_bound(spec, a, b, operands) * (2 if out == "bf16" else 1))
+    return reference.error_over_bound(
+        got, exact, reference.gemm_bound(spec, a, b, operands) * (2 if out == "bf16" else 1)
+    )
 
 
 def conv(kernels: Any, name: str, dtype: str, act: str, geometry: dict[str, Any]) -> float:
@@ -103,7 +105,7 @@ def conv(kernels: Any, name: str, dtype: str, act: str, geometry: dict[str, Any]
     config = replace(get(name), block_m=32, block_n=32, block_k_bytes=16 * BYTES[dtype])
     got = run_conv2d(spec, x, w, operands, config, kernels, interpreted=True)
     exact = reference.conv2d_torch(spec, x, w, operands)
-    return worst(got, exact, torch.full_like(exact, 1e-4 * float(exact.abs().max())))
+    return reference.error_over_bound(got, exact, torch.full_like(exact, 1e-4 * float(exact.abs().max())))
 
 
 def quantize(kernels: Any, source: str, dtype: str) -> float:
@@ -139,12 +141,9 @@ def plugin(dtype: str, bias: bool, residual: bool, transposed: bool) -> float:
     kernel[(4,)](a, b, *operands.values(), m, n, k, out, **constants)
     dense = b.t() if transposed else b
     exact = reference.gemm_torch(spec, a, dense, operands)
-    return worst(out, exact, reference.gemm_bound(spec, a, dense, operands) * (2 if dtype == "bf16" else 1))
-
-
-def worst(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
-    ratio = (got.double() - exact).abs() / bound
-    return float("inf") if bool(ratio.isnan().any()) else float(ratio.max())
+    return reference.error_over_bound(
+        out, exact, reference.gemm_bound(spec, a, dense, operands) * (2 if dtype == "bf16" else 1)
+    )
 
 
 def cases(kernels: Any) -> dict[str, Any]:

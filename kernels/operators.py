@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accel.kernels import dispatch, problem, reference
+from accel.kernels.spec import ConvSpec, GemmSpec
 
 Tensor = torch.Tensor
 Maybe = Tensor | None
@@ -40,8 +41,7 @@ def _pair(values: list[int]) -> tuple[int, int]:
     return (values[0], values[-1])
 
 
-@torch.library.impl("accel::fused_gemm", ("cpu", "cuda"))
-def _gemm(
+def _gemm_problem(
     a: Tensor,
     b: Tensor,
     bias: Maybe = None,
@@ -50,29 +50,25 @@ def _gemm(
     col_scale: Maybe = None,
     act: str = "none",
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> tuple[GemmSpec, dict[str, Tensor]]:
+    """The arguments of ``accel::fused_gemm``, checked: what to compute, and the epilogue's operands by name."""
     operands = _given(bias=bias, residual=residual, row_scale=row_scale, col_scale=col_scale)
-    return dispatch.run_gemm(problem.gemm_spec(a, b, operands, act, out_dtype), a, b, operands)
+    return problem.gemm_spec(a, b, operands, act, out_dtype), operands
+
+
+@torch.library.impl("accel::fused_gemm", ("cpu", "cuda"))
+def _gemm(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
+    spec, operands = _gemm_problem(a, b, *rest, **named)
+    return dispatch.run_gemm(spec, a, b, operands)
 
 
 @torch.library.register_fake("accel::fused_gemm")  # type: ignore[untyped-decorator]
-def _gemm_fake(
-    a: Tensor,
-    b: Tensor,
-    bias: Maybe = None,
-    residual: Maybe = None,
-    row_scale: Maybe = None,
-    col_scale: Maybe = None,
-    act: str = "none",
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    operands = _given(bias=bias, residual=residual, row_scale=row_scale, col_scale=col_scale)
-    problem.gemm_spec(a, b, operands, act, out_dtype)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=problem.out_dtype(out_dtype, a))
+def _gemm_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
+    spec, _ = _gemm_problem(a, b, *rest, **named)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=reference.TORCH_DTYPES[spec.epilogue.out_dtype])
 
 
-@torch.library.impl("accel::fused_conv2d", ("cpu", "cuda"))
-def _conv2d(
+def _conv2d_problem(
     x: Tensor,
     weight: Tensor,
     bias: Maybe = None,
@@ -83,30 +79,24 @@ def _conv2d(
     dilation: list[int] = [1],  # noqa: B006
     act: str = "none",
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> tuple[ConvSpec, dict[str, Tensor]]:
+    """The arguments of ``accel::fused_conv2d``, as above."""
     operands = _given(bias=bias, residual=residual, col_scale=col_scale)
     geometry = (_pair(stride), _pair(padding), _pair(dilation))
-    return dispatch.run_conv2d(problem.conv_spec(x, weight, operands, geometry, act, out_dtype), x, weight, operands)
+    return problem.conv_spec(x, weight, operands, geometry, act, out_dtype), operands
+
+
+@torch.library.impl("accel::fused_conv2d", ("cpu", "cuda"))
+def _conv2d(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
+    spec, operands = _conv2d_problem(x, weight, *rest, **named)
+    return dispatch.run_conv2d(spec, x, weight, operands)
 
 
 @torch.library.register_fake("accel::fused_conv2d")  # type: ignore[untyped-decorator]
-def _conv2d_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Maybe = None,
-    residual: Maybe = None,
-    col_scale: Maybe = None,
-    stride: list[int] = [1],  # noqa: B006
-    padding: list[int] = [0],  # noqa: B006
-    dilation: list[int] = [1],  # noqa: B006
-    act: str = "none",
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    operands = _given(bias=bias, residual=residual, col_scale=col_scale)
-    geometry = (_pair(stride), _pair(padding), _pair(dilation))
-    spec = problem.conv_spec(x, weight, operands, geometry, act, out_dtype)
+def _conv2d_fake(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
+    spec, _ = _conv2d_problem(x, weight, *rest, **named)
     shape = (spec.images, spec.out_height, spec.out_width, spec.c_out)
-    return x.new_empty(shape, dtype=problem.out_dtype(out_dtype, x))
+    return x.new_empty(shape, dtype=reference.TORCH_DTYPES[spec.epilogue.out_dtype])
 
 
 @torch.library.impl("accel::quantize_rowwise", ("cpu", "cuda"))

@@ -180,5 +180,11 @@ def gemm_bound(
     return error * (1 + relative) + relative * exact.abs() + step
 
 
+def error_over_bound(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
+    """The largest |got - exact| / bound of all elements; infinite where one is a NaN."""
+    ratio = (got.double() - exact).abs() / bound
+    return float("inf") if bool(ratio.isnan().any()) else float(ratio.max())
+
+
 def _linear(e: EpilogueSpec) -> EpilogueSpec:
     return EpilogueSpec(bias=e.bias, row_scale=e.row_scale, col_scale=e.col_scale, out_dtype=e.out_dtype)

@@ -33,6 +33,19 @@ def tile(config: Config, dtype: str) -> dict[str, int]:
     return {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k(dtype)}
 
 
+def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> dict[str, Any]:
+    """The tile, the arithmetic of the dtype and, for a compiler, the warps and stages."""
+    found: dict[str, Any] = {**tile(config, spec.in_dtype), "GROUP": GROUP, "INTEGER": spec.in_dtype == "int8"}
+    found["UPCAST"] = interpreted and spec.in_dtype in ("bf16", "fp8_e4m3")
+    return found if interpreted else found | {"num_warps": config.warps, "num_stages": config.stages}
+
+
+def _epilogue_of(operands: dict[str, torch.Tensor], placeholder: torch.Tensor) -> list[torch.Tensor]:
+    """Every operand an epilogue can have, dense; ``placeholder`` for one that isn't there and won't be read."""
+    names = ("bias", "residual", "row_scale", "col_scale")
+    return [operands[name].contiguous() if name in operands else placeholder for name in names]
+
+
 def run_gemm(
     spec: GemmSpec,
     a: torch.Tensor,
@@ -46,17 +59,15 @@ def run_gemm(
     """``spec`` by ``config``; ``kernels`` is the module with the Triton source."""
     e = spec.epilogue
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
-    given = [_contiguous(operands, name, a) for name in ("bias", "residual", "row_scale", "col_scale")]
-    constants = {**tile(config, spec.in_dtype), "GROUP": GROUP, "INTEGER": spec.in_dtype == "int8"}
-    constants |= {"UPCAST": interpreted and spec.in_dtype in ("bf16", "fp8_e4m3")}
-    launch: dict[str, Any] = {} if interpreted else {"num_warps": config.warps, "num_stages": config.stages}
+    given = _epilogue_of(operands, a)
+    settings = _settings(spec, config, interpreted)
     tiles = cdiv(spec.m, config.block_m) * cdiv(spec.n, config.block_n)
     sizes = (spec.m, spec.n, spec.k)
     if config.kernel == "gemm_tma":
         programs = min(tiles, 2 if interpreted else torch.cuda.get_device_properties(a.device).multi_processor_count)
         if not interpreted:
             _give_scratch(a.device)
-        kernels.gemm_tma[(programs,)](a, b.t(), out, *given, *sizes, programs, **flags(e), **constants, **launch)
+        kernels.gemm_tma[(programs,)](a, b.t(), out, *given, *sizes, programs, **flags(e), **settings)
         return out
     split = min(config.split_k, cdiv(spec.k, config.block_k(spec.in_dtype)))
     target = out
@@ -64,7 +75,7 @@ def run_gemm(
         partial = torch.int32 if spec.in_dtype == "int8" else torch.float32
         target = torch.empty(split, spec.m, spec.n, dtype=partial, device=a.device)
     strides = (*a.stride(), *b.stride())
-    kernels.gemm[(tiles, split)](a, b, target, *given, *sizes, *strides, **flags(e), **constants, SPLIT=split, **launch)
+    kernels.gemm[(tiles, split)](a, b, target, *given, *sizes, *strides, **flags(e), SPLIT=split, **settings)
     if split > 1:
         grid = (cdiv(spec.m, 16), cdiv(spec.n, 64))
         kernels.sum_parts[grid](target, out, *given, spec.m, spec.n, **flags(e), BM=16, BN=64, SPLIT=split)
@@ -86,13 +97,11 @@ def run_conv2d(
     x, weight = x.contiguous(), weight.contiguous()
     shape = (spec.images, spec.out_height, spec.out_width, spec.c_out)
     out = torch.empty(shape, dtype=TORCH_DTYPES[e.out_dtype], device=x.device)
-    given = [_contiguous(operands, name, x) for name in ("bias", "residual", "row_scale", "col_scale")]
-    constants = {**tile(config, spec.in_dtype), "GROUP": GROUP, "INTEGER": spec.in_dtype == "int8"}
-    constants |= {"UPCAST": interpreted and spec.in_dtype in ("bf16", "fp8_e4m3")}
-    launch: dict[str, Any] = {} if interpreted else {"num_warps": config.warps, "num_stages": config.stages}
+    given = _epilogue_of(operands, x)
+    settings = _settings(spec, config, interpreted)
     sizes = (g.m, g.n, spec.c_in, spec.height, spec.width, spec.out_height, spec.out_width)
     tiles = cdiv(g.m, config.block_m) * cdiv(g.n, config.block_n)
-    kernels.conv2d[(tiles,)](x, weight, out, *given, *sizes, **geometry(spec), **flags(e), **constants, **launch)
+    kernels.conv2d[(tiles,)](x, weight, out, *given, *sizes, **geometry(spec), **flags(e), **settings)
     return out
 
 
@@ -112,10 +121,6 @@ def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tenso
         x, q, scale, x.shape[1], *x.stride(), QMAX=QMAX[dtype], INTEGER=integer, BK=block
     )
     return q, scale
-
-
-def _contiguous(operands: dict[str, torch.Tensor], name: str, placeholder: torch.Tensor) -> torch.Tensor:
-    return operands[name].contiguous() if name in operands else placeholder
 
 
 def _give_scratch(device: torch.device) -> None:

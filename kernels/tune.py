@@ -124,6 +124,12 @@ def operands_for(spec: GemmSpec, device: torch.device, seed: int = 0) -> Operand
     return matrix(spec.m), matrix(spec.n).t(), {name: made[name] for name in spec.epilogue.operands}
 
 
+def rotated_operands(spec: GemmSpec, device: torch.device) -> list[Operands]:
+    """Several sets of operands, together larger than any cache: taken in turn, no call finds its own there."""
+    bytes_each = (spec.m + spec.n) * spec.k * BYTES[spec.in_dtype]
+    return [operands_for(spec, device, seed) for seed in range(max(2, min(64, ROTATED_BYTES // bytes_each)))]
+
+
 def largest_error(spec: GemmSpec, operands: Operands, got: torch.Tensor) -> float:
     """The largest error of ``got`` over its bound, against the float64 reference; infinite for a NaN or a wrong shape.
 
@@ -141,8 +147,7 @@ def largest_error(spec: GemmSpec, operands: Operands, got: torch.Tensor) -> floa
     bound = reference.gemm_bound(part, a[rows], b, cut)
     if spec.in_dtype == "fp8_e4m3":
         bound = bound + fp8_sum_error(part, a[rows], b, cut)
-    ratio = (got[rows].double() - exact).abs() / bound
-    return float("inf") if bool(ratio.isnan().any()) else float(ratio.max())
+    return reference.error_over_bound(got[rows], exact, bound)
 
 
 def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -181,8 +186,7 @@ def tune_gemm(spec: GemmSpec, table: Table, *, device: int = 0) -> Tuned:
         raise UnsupportedHere("no NVIDIA GPU here; accel kernels tune times the kernels on the GPU that is there")
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
-        bytes_each = (spec.m + spec.n) * spec.k * BYTES[spec.in_dtype]
-        sets = [operands_for(spec, where, seed) for seed in range(max(2, min(64, ROTATED_BYTES // bytes_each)))]
+        sets = rotated_operands(spec, where)
         usable = dispatch.candidates(
             spec,
             torch.cuda.get_device_capability(where),

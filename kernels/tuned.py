@@ -115,12 +115,19 @@ def _entry(body: Any) -> Entry:
     return Entry(config=str(body["config"]), microseconds=float(body["microseconds"]), error=float(body["error"]))
 
 
-def default_path() -> Path:
-    """``tuned.json`` in the cache folder."""
+def cache_folder() -> Path:
+    """Where compiled libraries and this table live: ``kernels`` in ``$ACCEL_CACHE_DIR``, else in the user's cache."""
+    given = os.environ.get("ACCEL_CACHE_DIR")
+    if given:
+        return Path(given) / "kernels"
     import platformdirs
 
-    given = os.environ.get("ACCEL_CACHE_DIR")
-    return (Path(given) if given else Path(platformdirs.user_cache_dir("accel"))) / "kernels" / "tuned.json"
+    return Path(platformdirs.user_cache_dir("accel")) / "kernels"
+
+
+def default_path() -> Path:
+    """``tuned.json`` in the cache folder."""
+    return cache_folder() / "tuned.json"
 
 
 def lookup(key: Key) -> Entry | None:

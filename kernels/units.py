@@ -37,8 +37,9 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One source. ``archs``: what it is compiled for, where those are asked for; ``least`` and ``most``: the compute
-    capabilities (90 for 9.0) that run it. ``instructions``: in SASS, one of which every kernel has, by input dtype."""
+    """One source. ``archs``: what it is compiled for, where those are asked for; ``least`` and ``most``: between which
+    compute capabilities (90 for 9.0) the library lets it run. ``instructions``: in SASS, one of which every kernel has,
+    by input dtype."""
 
     name: str
     archs: tuple[str, ...]
@@ -164,12 +165,20 @@ class NativeConfig:
         return self.unit.family.tiles[self.tile].k_bytes
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability runs it."""
-        return self.unit.family.least <= capability[0] * 10 + capability[1] <= self.unit.family.most
+        """Whether a GPU of this compute capability runs it, compiled for all of its family's architectures."""
+        return any(has_code_for(arch, capability) for arch in self.unit.family.archs)
 
 
 UNITS = tuple(Unit(family=f, dtype=i, out_dtype=o) for f in FAMILIES for i, o in f.pairs)
 NATIVE = {c.name: c for u in UNITS for c in (NativeConfig(unit=u, tile=tile) for tile in u.tiles)}
+
+
+def has_code_for(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for ``arch`` runs there: that of sm_86 on 8.6 to 8.9, that of sm_90a on 9.0 alone."""
+    major, minor = divmod(int(arch.removeprefix("sm_").removesuffix("a")), 10)
+    if arch.endswith("a"):
+        return capability == (major, minor)
+    return capability[0] == major and capability[1] >= minor
 
 
 def units_for(archs: Sequence[str]) -> Iterator[tuple[Unit, tuple[str, ...]]]:

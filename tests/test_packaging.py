@@ -33,6 +33,7 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"accel"}
     sources = [*ROOT.glob("accel/kernels/csrc/*.*"), *ROOT.glob("accel/kernels/csrc/cutlass/*.*")]
+    sources += ROOT.glob("accel/kernels/plugins/*.*")
     assert len(sources) > 10
     for path in [*ROOT.glob("converters/*.py"), *ROOT.glob("accel/*/*.py"), *sources]:
         inside = path.relative_to(ROOT)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from accel.cli import output_options
-from accel.errors import GateFailed, UnknownName
+from accel.errors import GateFailed, UnknownName, UnsupportedHere
 
 if TYPE_CHECKING:
     from accel.cli import Output
+    from accel.kernels.build import Built
 
 
 @click.group("kernels")
@@ -52,20 +54,54 @@ def check_(every: bool, say: Output) -> None:
 
 @command.command("build")
 @click.option(
-    "--arch", "archs", multiple=True, required=True, metavar="ARCH", help="sm_90a, sm_80, ...; again for more."
+    "--arch",
+    "archs",
+    multiple=True,
+    metavar="ARCH",
+    help="sm_90a, sm_80, ..., or native for the GPU that is here; again for more.",
+)
+@click.option(
+    "--onnxruntime-include",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where ONNX Runtime's headers are: builds the operators for its register_custom_ops_library.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Files compiled at a time (default: the cores).")
 @output_options
-def build_(archs: tuple[str, ...], jobs: int | None, say: Output) -> None:
-    """Compile the CUDA kernels with the nvcc that is here."""
+def build_(archs: tuple[str, ...], onnxruntime_include: Path | None, jobs: int | None, say: Output) -> None:
+    """Compile the CUDA kernels with the nvcc that is here, or the operators for ONNX Runtime."""
+    from accel.kernels.bridges import build_for_onnxruntime
     from accel.kernels.build import build
     from accel.progress import report
 
-    built = build(archs, jobs=jobs, progress=report)
-    body = {"path": str(built.path), "archs": list(built.archs), "cached": built.cached}
+    if not archs and onnxruntime_include is None:
+        raise click.UsageError("say what to build: --arch sm_90a, or --onnxruntime-include DIR")
+    body: dict[str, Any] = {}
+    words = []
+    if archs:
+        built = build([_native() if arch == "native" else arch for arch in archs], jobs=jobs, progress=report)
+        body |= {"path": str(built.path), "archs": list(built.archs), "cached": built.cached}
+        words.append(_built(built, ", ".join(built.archs)))
+    if onnxruntime_include is not None:
+        bridge = build_for_onnxruntime(onnxruntime_include, progress=report)
+        body["onnxruntime"] = {"path": str(bridge.path), "cached": bridge.cached}
+        words.append(_built(bridge, "for register_custom_ops_library"))
+    say.result(body, lambda: "\n".join(words))
+
+
+def _native() -> str:
+    import torch
+
+    from accel.kernels.dispatch import native_arch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedHere("no NVIDIA GPU here; say which it is for, as in --arch sm_90a")
+    return native_arch(torch.cuda.get_device_capability())
+
+
+def _built(built: Built, what: str) -> str:
     size = built.path.stat().st_size / 1e6
-    words = f"{built.path}: {', '.join(built.archs)}, {size:.1f} MB{', from the cache' if built.cached else ''}"
-    say.result(body, lambda: words)
+    return f"{built.path}: {what}, {size:.1f} MB{', from the cache' if built.cached else ''}"
 
 
 @command.command("tune")

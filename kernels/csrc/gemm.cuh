@@ -6,7 +6,7 @@
 #include "c_api.h"
 
 struct GemmConfig {
-  const char* name;  // as in kernels/cutlass.py
+  const char* name;  // as in kernels/units.py
   int dtype, out_dtype;
   int least, most;  // compute capabilities (major * 10 + minor) that run it
   int (*workspace)(const accel_gemm_problem&, size_t* bytes);

@@ -310,6 +310,9 @@ def test_an_onnxruntime_without_cuda_names_the_extra(linear: Artifact) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="needs the extra [cuda]"
+)
 def test_cuda_gives_the_same(linear: Artifact) -> None:
     """Fails if results are read before the GPU is done, or come back under other names."""
     with OnnxRuntimeSession(linear, SessionOptions()) as plain, open_session(linear, "onnxruntime-cuda") as cuda:

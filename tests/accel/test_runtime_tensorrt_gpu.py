@@ -11,13 +11,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig
-from accel.errors import BadFeeds
+from accel.errors import AccelError, BadFeeds
 from accel.runtimes.base import RUNTIMES, open_session
 from accel.signature import DimRange
 from accel.sources.onnx_file import open_onnx
 from accel.stage import run_stage
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not any(RUNTIMES[name].runnable() for name in ("tensorrt-rtx", "tensorrt")),
+        reason="needs an NVIDIA GPU and the extra [tensorrt-rtx] or [tensorrt]",
+    ),
+]
 
 Build = Callable[..., Artifact]
 
@@ -80,3 +86,23 @@ def test_minilm_engine_agrees_with_onnxruntime(build: Build, minilm: Artifact) -
             found, wanted = session.run(given_feeds), reference.run(given_feeds)
             for name, value in wanted.items():
                 assert np.linalg.norm(found[name] - value) / np.linalg.norm(value) < 5e-3
+
+
+def test_an_engine_for_8_0_on_a_hopper_gpu(minilm: Artifact, tmp_path: Path) -> None:
+    """TensorRT-RTX builds for 8.0 and has no Hopper: what happens there is to be an answer or an error of accel's,
+    never a crash."""
+    import torch
+
+    if not RUNTIMES["tensorrt-rtx"].runnable() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs the extra [tensorrt-rtx] and a GPU of compute capability 9.0")
+    config = EngineFromOnnxConfig(toolkit="tensorrt-rtx", compute_capabilities=("8.0",))
+    made = run_stage("engine_from_onnx", minilm, config, out=tmp_path / "minilm.engine")
+    try:
+        session = open_session(made)
+    except AccelError as error:
+        pytest.xfail(f"TensorRT-RTX doesn't load it there: {error}")
+    with session, open_session(minilm, "onnxruntime") as reference:
+        given_feeds = session.example_inputs()
+        found, wanted = session.run(given_feeds), reference.run(given_feeds)
+        for name, value in wanted.items():
+            assert np.linalg.norm(found[name] - value) / np.linalg.norm(value) < 5e-3

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere
-from accel.kernels import build, check, configs, sass, units
+from accel.kernels import build, check, configs, dispatch, sass, units
 from accel.kernels.native import ACTS, DTYPES, Library, Problem
 from accel.kernels.units import FAMILIES, NATIVE, UNITS
 
@@ -52,6 +52,24 @@ def test_a_library_holds_the_units_of_its_architectures() -> None:
     assert names("sm_120a") == {u.name for u in UNITS if u.family.name in ("sm80", "sm120")}
     assert names("sm_90") == set()
     assert {u.name: archs for u, archs in units.units_for(("sm_80", "sm_86"))}["sm80_fp16"] == ("sm_80", "sm_86")
+
+
+def test_a_configuration_runs_where_it_has_code() -> None:
+    """Fails where a library for sm_80 and sm_90a offers a Hopper GPU the kernels that have no code for it."""
+
+    def families(*capability: int) -> set[str]:
+        return {c.unit.family.name for c in NATIVE.values() if c.runs_on((capability[0], capability[1]))}
+
+    assert families(8, 0) == families(8, 9) == {"sm80"}
+    assert families(9, 0) == {"sm90"}
+    assert families(10, 0) == {"sm100"}
+    assert families(10, 3) == families(7, 5) == set()
+    assert families(12, 0) == {"sm80", "sm120"}
+    assert families(12, 1) == {"sm80"}
+    archs = {native: dispatch.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
+    assert list(archs.values()) == ["sm_86", "sm_86", "sm_90a", "sm_100a", "sm_100", "sm_120"]
+    with pytest.raises(UnsupportedHere, match=r"7\.5 is below 8\.0"):
+        dispatch.native_arch((7, 5))
 
 
 def test_without_the_headers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from accel.kernels import build, dispatch, native_launch, problem, reference, tune
+from accel.kernels.fuse import fuse
 from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 from accel.kernels.native import Library
 from accel.kernels.reference import TORCH_DTYPES
@@ -35,7 +36,6 @@ DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
 # Under a tile, one past a tile, K with a tail, every alignment, and rows of 16 bytes (what CUTLASS and TMA take).
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
-SUFFIX = {90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 
 
 def capability() -> tuple[int, int]:
@@ -66,11 +66,14 @@ def check(spec: GemmSpec, native: frozenset[str], triton: bool) -> int:
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton(dtype: str, act: str) -> None:
+    """Every activation on two sizes, one of them on all: Triton compiles each alignment of each, seconds a kernel."""
     arch = dispatch.family(capability())
     wanted = arch is not None and (dtype != "fp8_e4m3" or arch >= 89)
-    for sizes in (*RAGGED, *ALIGNED):
-        for full in (False, True):
-            assert (check(spec_of(dtype, act, sizes, full), frozenset(), True) > 0) == wanted
+    cases = [(sizes, True) for sizes in (RAGGED[3], ALIGNED[3])]
+    if ACTS.index(act) == DTYPES.index(dtype):
+        cases = [(sizes, full) for sizes in (*RAGGED, *ALIGNED) for full in (False, True)]
+    for sizes, full in cases:
+        assert (check(spec_of(dtype, act, sizes, full), frozenset(), True) > 0) == wanted
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +82,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     if not os.environ.get("ACCEL_KERNEL_LIBRARY"):
         if build.find_nvcc() is None:
             pytest.skip("needs nvcc, or a library in ACCEL_KERNEL_LIBRARY")
-        number = dispatch.family(capability())
-        arch = SUFFIX.get(number or 0, f"sm_{number}")
-        path = build.build([arch], cache=tmp_path_factory.mktemp("kernels")).path
+        path = build.build([dispatch.native_arch(capability())], cache=tmp_path_factory.mktemp("kernels")).path
         os.environ["ACCEL_KERNEL_LIBRARY"] = str(path)
     native_launch.installed.cache_clear()
     found = native_launch.installed()
@@ -186,6 +187,22 @@ def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
     assert tune.largest_error(spec, operands, out) <= 1
 
 
+def test_torch_compile_keeps_the_operator(library: Library) -> None:
+    """fp16 against the plain module: four roundings of the largest element. Fails where the fake differs in stride or
+    dtype from what the GPU gives, or where the compiler takes the operator apart."""
+    g = torch.Generator().manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).eval()
+    for parameter in plain.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=g) / 16
+    plain = plain.half().cuda().requires_grad_(False)
+    x = torch.randn(96, 256, generator=g).half().cuda()
+    fused, report = fuse(plain, (x,))
+    assert len(report.matches) == 2
+    compiled = torch.compile(fused, fullgraph=True)(x)
+    wanted = plain(x)
+    assert float((compiled - wanted).abs().max()) <= 4 * 2.0**-10 * float(wanted.abs().max())
+
+
 def test_tuning_finds_a_right_one_that_dispatch_then_takes(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,5 +230,5 @@ def test_compute_sanitizer(tool: str, library: Library) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     script = Path(__file__).with_name("gpu_cases.py")
-    done = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

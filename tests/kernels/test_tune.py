@@ -183,14 +183,16 @@ def test_lookup_sees_what_was_tuned_meanwhile(tmp_path: Path, monkeypatch: pytes
 
 def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
     spec = GemmSpec(m=512, n=512, k=512)
-    native = {"sm90_fp16_pingpong_64x128", "sm80_fp16_streamk_64x64"}
+    native = {"sm90_fp16_pingpong_64x128", "sm90_fp16_swapped_64x16", "sm80_fp16_streamk_64x64"}
 
-    def chosen(name: str, spec: GemmSpec = spec, layout: bool = True, capability: tuple[int, int] = (9, 0)) -> str:
+    def chosen(name: str, spec: GemmSpec = spec, layout: bool = True, capability: tuple[int, int] = (8, 0)) -> str:
         return str(dispatch.choose(spec, capability, tma_layout=layout, native=native, tuned_name=name))
 
     assert chosen("gemm_64x64").startswith("triton gemm_64x64: the fastest")
     assert chosen("sm80_fp16_streamk_64x64").startswith("cutlass sm80_fp16_streamk_64x64: the fastest")
-    assert "the fastest" not in chosen("sm90_fp16_pingpong_64x128", capability=(8, 0))
+    assert chosen("sm90_fp16_swapped_64x16", capability=(9, 0)).startswith("cutlass sm90_fp16_swapped_64x16: the fast")
+    assert "the fastest" not in chosen("sm90_fp16_pingpong_64x128")
+    assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", capability=(9, 0)), "it has no code for 9.0"
     assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", layout=False)
     assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", replace(spec, n=511))
     assert "the fastest" not in chosen("a kernel of an older version")

@@ -19,14 +19,3 @@ struct Activation<cutlass::Array<float, N>> {
     return result;
   }
 };
-
-template <class T>
-constexpr int kDtype = -1;
-template <>
-constexpr int kDtype<cutlass::half_t> = ACCEL_FP16;
-template <>
-constexpr int kDtype<cutlass::bfloat16_t> = ACCEL_BF16;
-template <>
-constexpr int kDtype<int8_t> = ACCEL_INT8;
-template <>
-constexpr int kDtype<cutlass::float_e4m3_t> = ACCEL_FP8;

@@ -2,13 +2,13 @@
 #pragma once
 #include <type_traits>
 
-#include "../gemm.cuh"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/default_gemm_universal_with_visitor.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
 // After the rest: it doesn't include what it names.
 #include "cutlass/epilogue/threadblock/fusion/visitors.hpp"
+#include "entry.cuh"
 #include "functors.cuh"
 
 namespace accel2x {
@@ -79,24 +79,5 @@ struct Gemm {
                                        1,     // split-K slices: stream-K finds its own
                                        tree, p.a, p.b, nullptr, nullptr, p.m * p.k, p.n * p.k, 0, 0, p.k, p.k, 0, 0);
   }
-
-  static int workspace(const accel_gemm_problem& p, size_t* bytes) {
-    *bytes = Adapter::get_workspace_size(arguments(p));
-    return ACCEL_OK;
-  }
-
-  static int run(const accel_gemm_problem& p) {
-    const auto made = arguments(p);
-    if (Adapter::can_implement(made) != cutlass::Status::kSuccess) return ACCEL_UNALIGNED;
-    const auto stream = static_cast<cudaStream_t>(p.stream);
-    Adapter adapter;
-    if (adapter.initialize(made, p.workspace, stream) != cutlass::Status::kSuccess) return ACCEL_LAUNCH_FAILED;
-    return adapter.run(stream) == cutlass::Status::kSuccess ? ACCEL_OK : ACCEL_LAUNCH_FAILED;
-  }
 };
-
-template <class G, class In, class Out>
-GemmConfig config(const char* name) {
-  return {name, kDtype<In>, kDtype<Out>, 80, 129, G::workspace, G::run};
-}
 }  // namespace accel2x

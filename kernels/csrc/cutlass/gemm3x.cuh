@@ -3,7 +3,6 @@
 #pragma once
 #include <type_traits>
 
-#include "../gemm.cuh"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/operations.hpp"
@@ -11,6 +10,7 @@
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/util/packed_stride.hpp"
+#include "entry.cuh"
 #include "functors.cuh"
 
 namespace accel3x {
@@ -82,23 +82,5 @@ struct Gemm {
             hardware};
   }
 
-  static int workspace(const accel_gemm_problem& p, size_t* bytes) {
-    *bytes = Adapter::get_workspace_size(arguments(p));
-    return ACCEL_OK;
-  }
-
-  static int run(const accel_gemm_problem& p) {
-    const auto made = arguments(p);
-    if (Adapter::can_implement(made) != cutlass::Status::kSuccess) return ACCEL_UNALIGNED;
-    const auto stream = static_cast<cudaStream_t>(p.stream);
-    Adapter adapter;
-    if (adapter.initialize(made, p.workspace, stream) != cutlass::Status::kSuccess) return ACCEL_LAUNCH_FAILED;
-    return adapter.run(stream) == cutlass::Status::kSuccess ? ACCEL_OK : ACCEL_LAUNCH_FAILED;
-  }
 };
-
-template <class G, class In, class Out>
-GemmConfig config(const char* name, int least, int most) {
-  return {name, kDtype<In>, kDtype<Out>, least, most, G::workspace, G::run};
-}
 }  // namespace accel3x

@@ -13,7 +13,7 @@ template <int kM, int kN, int kKBytes, int kWarpM, int kWarpN, int kStages>
 using Sm80 = Gemm<In, Out, kM, kN, kKBytes / kBytes, kWarpM, kWarpN, kStages, Instruction>;
 
 #define ACCEL_CONFIG(tile, ...) \
-  static const RegisterGemm tile##_registered(config<__VA_ARGS__, In, Out>("sm80_" ACCEL_UNIT "_" #tile))
+  static const RegisterGemm tile##_registered(config<__VA_ARGS__, In, Out>("sm80_" ACCEL_UNIT "_" #tile, 80, 129))
 
 using T128x128 = Sm80<128, 128, 64, 64, 64, 4>;
 using T128x256 = Sm80<128, 256, 64, 64, 64, 3>;

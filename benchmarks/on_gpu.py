@@ -1,0 +1,191 @@
+"""One command on a machine with an NVIDIA GPU: the kernels' library, the tests, the benchmarks, within ten minutes.
+
+    python benchmarks/on_gpu.py                # `make gpu`; writes benchmarks/results/gpu_run.json and .md
+    python benchmarks/on_gpu.py --seconds 300  # less time
+
+Steps run one after another, the commands of a step side by side. A step that fails or takes too long doesn't stop the
+next, and the files are written after each, so that a run that is cut short leaves what it found. Nothing is fetched:
+the library is $ACCEL_KERNEL_LIBRARY, else the one in $ACCEL_CACHE_DIR (default: build/gpu), else built there with nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+PYTHON = sys.executable
+# The versions of a machine with a GPU aren't those of constraints.txt: what they warn of is no failure there.
+PYTEST = (PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--durations=5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """``commands`` gets the seconds left for this step and gives what runs side by side; ``limit`` ends them all."""
+
+    name: str
+    limit: float
+    commands: Callable[[float], Sequence[Sequence[str]]]
+
+
+def run_steps(
+    steps: Sequence[Step],
+    seconds: float,
+    out: Path,
+    environment: Callable[[], dict[str, str]] = lambda: dict(os.environ),
+) -> list[dict[str, Any]]:
+    """Each step within its limit and all within ``seconds``; the rows of the report, which is written after each."""
+    end = time.monotonic() + seconds
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        started = time.monotonic()
+        left = min(step.limit, end - started)
+        row: dict[str, Any] = {"step": step.name, "commands": []}
+        if left < 5:
+            row |= {"result": "no time left", "seconds": 0.0}
+        else:
+            row["commands"] = _side_by_side(step.commands(left), started + left, environment())
+            codes = {command["code"] for command in row["commands"]}
+            row["result"] = "passed" if codes <= {0} else "cut off" if None in codes else "FAILED"
+            row["seconds"] = round(time.monotonic() - started, 1)
+        rows.append(row)
+        print(f"{step.name}: {row['result']} after {row['seconds']:.0f} s", flush=True)
+        _write(rows, out)
+    return rows
+
+
+def _side_by_side(commands: Sequence[Sequence[str]], end: float, environment: dict[str, str]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(at) for at in range(len(commands))]  # a full pipe would stop its writer
+        running = [_start(command, file, environment) for command, file in zip(commands, files, strict=True)]
+        codes: list[int | None] = []
+        try:
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(0.0, end - time.monotonic()))
+                codes.append(process.returncode)
+        finally:
+            for process in running:
+                _end(process)
+        said = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    print("".join(said), end="", flush=True)
+    return [
+        {"command": list(command), "code": code, "said": text[-6000:]}
+        for command, code, text in zip(commands, codes, said, strict=True)
+    ]
+
+
+def _start(command: Sequence[str], output: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with output.open("wb") as stream:
+        return subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all that it started."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _write(rows: list[dict[str, Any]], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    lines = ["# One run on a GPU", "", "| step | result | seconds | last words |", "|---|---|---|---|"]
+    for row in rows:
+        last = [(command["said"].strip().splitlines() or [""])[-1] for command in row["commands"]]
+        words = "; ".join(dict.fromkeys(filter(None, last)))[:300].replace("|", "/")
+        lines.append(f"| {row['step']} | {row['result']} | {row['seconds']:.0f} | {words} |")
+    for name, text in (("gpu_run.json", json.dumps(rows, indent=1)), ("gpu_run.md", "\n".join(lines))):
+        temporary = out / f".{name}.part"
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(out / name)
+
+
+def gpu_files(root: Path = ROOT) -> list[str]:
+    """The files that hold tests for a GPU: the others need packages that such a machine may not have."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [
+        str(file.relative_to(root)) for file in files if re.search(r"mark\.gpu\b", file.read_text(encoding="utf-8"))
+    ]
+
+
+def shards(names: Sequence[str], count: int) -> list[list[str]]:
+    """``names`` dealt out; no shard is empty."""
+    return [list(names[at::count]) for at in range(min(count, len(names)))]
+
+
+def collected() -> list[str]:
+    """The ids of the tests for a GPU, without those under compute-sanitizer."""
+    listed = subprocess.run(
+        [*PYTEST, "--collect-only", "-k", "not sanitizer", *gpu_files()],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    return [line for line in listed.stdout.splitlines() if "::" in line and not line.startswith("ERROR")]
+
+
+def environment() -> dict[str, str]:
+    """That of every step: this checkout first, and the library where there is one by then."""
+    from accel.kernels.build import find_library
+
+    found = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    path = find_library()
+    return found | ({"ACCEL_KERNEL_LIBRARY": str(path.absolute())} if path is not None else {})
+
+
+def steps(cores: int) -> list[Step]:
+    """What is done, the most telling first: the compilers want every core, the benchmarks the GPU to themselves."""
+    build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
+    benchmark = [PYTHON, "benchmarks/gpu_gemm.py"]
+    side_by_side = max(1, min(14, cores - 2))
+    sanitizer = [[*PYTEST, "-k", f"sanitizer and {tool}", *gpu_files()] for tool in ("memcheck", "racecheck")]
+
+    def tests(_: float) -> list[list[str]]:
+        return [[*PYTEST, *part] for part in shards(collected(), side_by_side)]
+
+    def warm(_: float) -> list[list[str]]:
+        return [[*benchmark, "--warm", f"{at}/{side_by_side}"] for at in range(side_by_side)]
+
+    return [
+        Step(name="library", limit=200, commands=lambda _: [] if "ACCEL_KERNEL_LIBRARY" in environment() else [build]),
+        Step(name="tests", limit=180, commands=tests),
+        Step(name="compile what is measured", limit=60, commands=warm),
+        Step(name="benchmark", limit=270, commands=lambda left: [[*benchmark, "--seconds", f"{left - 30:.0f}"]]),
+        Step(name="compute-sanitizer", limit=240, commands=lambda _: sanitizer),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=570.0, help="how long all of it may take")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    os.environ.setdefault("ACCEL_CACHE_DIR", str(ROOT / "build" / "gpu"))
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no NVIDIA GPU here: not run")
+    rows = run_steps(steps(os.cpu_count() or 1), options.seconds, options.out, environment)
+    raise SystemExit(any(row["result"] != "passed" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

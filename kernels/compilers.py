@@ -1,0 +1,122 @@
+"""Running compilers so that nothing of them is left behind, however a build ends.
+
+A build works in a scratch folder beside its result and holds a lock on it. Ctrl-C ends the compilers and removes the
+folder; a build that was killed leaves it unlocked, and the next build beside it removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from accel.errors import BuildFailed
+
+
+@contextlib.contextmanager
+def scratch_beside(target: Path) -> Iterator[Path]:
+    """A hidden folder beside ``target``, gone at the end; those of builds that were killed are removed first."""
+    parent = target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    held: int | None = None
+    try:
+        all_builds = _lock(parent, wait=True)  # between a folder and its lock nobody may look
+        try:
+            for found in parent.glob(".*"):
+                _remove_if_abandoned(found)
+            folder.mkdir()
+            held = _lock(folder, wait=True)
+        finally:
+            _unlock(all_builds)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _unlock(held)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    if not folder.is_dir():
+        return
+    lock = _lock(folder, wait=False)
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        _unlock(lock)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """The lock on a folder, which ends with this process; None where another holds it or the file system has none."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+class Compilers:
+    """The compilers of one build; leaving the ``with`` ends those that still run. What they write aside goes into
+    ``scratch``."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._environment = {**os.environ, "TMPDIR": str(scratch)}
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = False
+        self._changing = threading.Lock()
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def run(self, command: list[str]) -> str:
+        """What the command said. ``BuildFailed`` with its first error."""
+        with self._changing:
+            if self._ended:
+                raise BuildFailed("the build was ended before this file's turn; run it again")
+            # A group of its own: nvcc starts the compilers that do the work, and an end has to reach those too.
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=self._environment,
+                start_new_session=True,
+            )
+            self._running.add(process)
+        out, err = process.communicate()
+        with self._changing:
+            self._running.discard(process)
+        if process.returncode:
+            lines = [line.strip() for line in (err + out).splitlines() if re.search(r"error|fatal", line)]
+            first = lines[0] if lines else f"exit code {process.returncode}"
+            raise BuildFailed(f"{Path(command[0]).name} failed: {first[:300]}; run it by hand: {' '.join(command)}")
+        return err + out
+
+    def end(self) -> None:
+        """End what runs, and start nothing more."""
+        with self._changing:
+            self._ended = True
+            for process in self._running:
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()

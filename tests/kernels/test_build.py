@@ -1,0 +1,129 @@
+"""What a build leaves behind when it is interrupted, killed, or runs beside another, with a stand-in for nvcc.
+
+These fail where Ctrl-C or SIGTERM leaves a scratch folder or a compiler that runs on, where the folder of a killed
+build stays for good, or where a build removes that of another one that is at work.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accel.kernels import build
+
+pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
+
+# Writes what it is asked for and something aside, says which processes it is, and takes as long as it is told.
+NVCC = """#!/bin/sh
+case "$*" in *--version*) echo "a stand-in, 1.0"; exit 0;; esac
+for word; do [ "$last" = -o ] && out=$word; last=$word; done
+echo half > "$out"
+echo aside > "$TMPDIR/aside.$$"
+if [ -n "$SLOW" ]; then
+  sleep "$SLOW" &
+  echo "$$ $!" >> "$STARTED"
+  wait
+fi
+"""
+Start = Callable[[str], subprocess.Popen[str]]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(true: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the libraries go, with the stand-in first on PATH."""
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
+    """The processes of the slow compilers; none outlives the test."""
+
+    def found() -> list[int]:
+        file = tmp_path / "started"
+        return [int(word) for word in file.read_text().split()] if file.exists() else []
+
+    yield found
+    for pid in filter(alive, found()):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
+    """``start("sm_90a")``: the command in a process of its own, two slow compilers under way."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begun(arch: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "accel", "kernels", "build", "--arch", arch, "--jobs", "2"]
+        environment = {**os.environ, "SLOW": "300", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        running.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        until(lambda: len(started()) == 4 or running[-1].poll() is not None)
+        return running[-1]
+
+    yield begun
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_leaves_nothing(
+    how: signal.Signals, start: Start, started: Callable[[], list[int]], cache: Path
+) -> None:
+    process = start("sm_90a")
+    assert [path.name[0] for path in cache.iterdir()] == ["."]
+    process.send_signal(how)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "interrupted" in said
+    assert list(cache.iterdir()) == []
+    assert [pid for pid in started() if alive(pid)] == []
+
+
+def test_the_next_build_clears_up_after_a_killed_one(start: Start, cache: Path) -> None:
+    process = start("sm_90a")
+    process.kill()
+    process.communicate(timeout=60)
+    (left,) = cache.iterdir()
+    made = build.build(["sm_80"], units=())
+    assert list(cache.iterdir()) == [made.path.parent]
+    assert not left.exists()
+    assert sorted(path.name for path in made.path.parent.iterdir()) == [build.LIBRARY, build.RECORD]
+    assert build.build(["sm_80"], units=()).cached
+
+
+def test_a_build_at_work_keeps_its_folder(start: Start, cache: Path) -> None:
+    process = start("sm_90a")
+    (scratch,) = cache.iterdir()
+    build.build(["sm_80"], units=())
+    assert (scratch / "status.o").exists() or list(scratch.glob("*.o"))
+    assert process.poll() is None

@@ -1,0 +1,76 @@
+"""Training on one NVIDIA GPU: NCCL carries what the ranks exchange, and the run learns what it learns on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+SMALL = Path(__file__).parent / "small.py"
+ONE_RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+torch.cuda.set_device(0)
+dist.init_process_group("cuda:nccl,cpu:gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+x = torch.arange(8, device="cuda", dtype=torch.bfloat16)
+total, parts, mine = x.clone(), torch.empty_like(x), torch.empty_like(x)
+dist.all_reduce(total)
+dist.all_gather_into_tensor(parts, x)
+dist.reduce_scatter_tensor(mine, x)
+assert torch.equal(total, x) and torch.equal(parts, x) and torch.equal(mine, x)
+layer = torch.nn.Linear(8, 4, device="cuda")
+plain = torch.nn.Linear(8, 4, device="cuda")
+plain.load_state_dict(layer.state_dict())
+fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
+for one in (layer, plain):
+    one(torch.ones(3, 8, device="cuda")).square().sum().backward()
+assert torch.equal(layer.weight.grad.full_tensor(), plain.weight.grad)
+dist.destroy_process_group()
+"""
+
+
+def test_nccl_collectives_and_shards(tmp_path: Path) -> None:
+    """Fails where this torch and driver can't bring up NCCL, or FSDP2's gradients aren't those of the plain layer."""
+    command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_run_learns_what_it_learns_on_the_cpu(tmp_path: Path) -> None:
+    """fp32, four steps: the last loss within 1e-3 of the CPU's. TF32 is off by default for products."""
+    body = (
+        f'model = "{SMALL}:model"\ndata = "{SMALL}:data"\nsteps = 4\nglobal_batch = 8\nmicro_batch = 4\nlog_every = 1\n'
+    )
+    (tmp_path / "run.toml").write_text(body)
+    losses = {}
+    for name, environment in (("cuda", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
+        out = tmp_path / name
+        command = [
+            sys.executable,
+            "-m",
+            "accel",
+            "train",
+            str(tmp_path / "run.toml"),
+            "--out",
+            str(out),
+            "--json",
+            "-q",
+        ]
+        inherited = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(
+            command, env=inherited | environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses[name] = json.loads(done.stdout)["loss"]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-3)
