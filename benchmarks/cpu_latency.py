@@ -11,17 +11,15 @@ machine.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cpu_models import MODELS, Model
+from result_rows import measure_rows, row_arguments
 
 import accel
 from accel.artifact import Artifact
@@ -29,7 +27,6 @@ from accel.bench.paired import Candidate, measure
 from accel.sources import open_source
 from accel.verify.data import Dataset
 
-RESULTS = Path(__file__).parent / "results"
 ROWS = [
     ("small-cnn", 1), ("small-cnn", 8), ("resnet50", 1), ("resnet50", 8), ("minilm", 1), ("minilm", 8),
     ("bert-base", 1), ("efficientnet-lite0", 1),
@@ -40,33 +37,17 @@ CHOICE = "accel's choice"
 
 def main() -> None:
     """Measure the rows asked for, or all that aren't there yet."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("rows", nargs="*", help="such as resnet50-b8; default: all")
-    parser.add_argument("--again", action="store_true", help="measure rows again that are there already")
+    parser = row_arguments(__doc__, "resnet50-b8")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=60.0, help="of further rounds while an interval is wide")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
-    for name in asked.rows:
-        if name not in names:
-            parser.error(f"no row {name}; the rows are {', '.join(names)}")
-    asked.results.mkdir(parents=True, exist_ok=True)
-    path = asked.results / "cpu_latency.json"
-    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
-    for name in asked.rows or names:
-        if name in body["rows"] and not asked.again:
-            print(f"{name}: there already, --again measures it again", flush=True)
-            continue
+
+    def measured(name: str) -> dict[str, Any]:
         model, batch = names[name]
-        started = time.monotonic()
-        body["rows"][name] = row(MODELS[model], batch, asked.rounds, asked.seconds)
-        body["rows"][name]["seconds"] = round(time.monotonic() - started)
-        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        (asked.results / "cpu_latency.md").write_text(markdown(body, list(names)), encoding="utf-8")
-        print(f"{name}: {body['rows'][name]['seconds']} s", flush=True)
-    if body["rows"]:
-        print(markdown(body, list(names)))
+        return row(MODELS[model], batch, asked.rounds, asked.seconds)
+
+    measure_rows(parser, asked, list(names), "cpu_latency", measured, markdown)
 
 
 def row(model: Model, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
@@ -165,9 +146,9 @@ BY_HAND: dict[str, Callable[[Artifact, Dataset, Path], Artifact]] = {
 }
 
 
-def markdown(body: dict[str, Any], order: list[str]) -> str:
+def markdown(body: dict[str, Any]) -> str:
     """The results page."""
-    rows = {name: body["rows"][name] for name in order if name in body["rows"]}
+    rows = body["rows"]
     machine = next(iter(rows.values()))["bench"]["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     lines = [

@@ -11,8 +11,6 @@ imports; memory is the largest sum over a command's processes. For a quiet machi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -23,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_rows import measure_rows, row_arguments
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+from accel.bench.environment import available_cores, environment
+
 ROWS = ("accel", "optimum", "olive")
 PACKAGES = {
     "optimum": ["optimum-onnx[onnxruntime]", "torch==2.13.0", "transformers"],
@@ -36,31 +35,16 @@ LIMIT_SECONDS = 3600
 
 def main() -> None:
     """Measure the rows asked for, or all that aren't there yet."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("rows", nargs="*", help=", ".join(ROWS))
-    parser.add_argument("--again", action="store_true")
+    parser = row_arguments(__doc__, "accel")
     parser.add_argument("--model", default="bert-base", help="for a quick try: small-cnn (accel only)")
     parser.add_argument("--environments", type=Path, default=Path(tempfile.gettempdir()) / "accel-toolchain-time")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    for name in asked.rows:
-        if name not in ROWS:
-            parser.error(f"no row {name}; the rows are {', '.join(ROWS)}")
-    asked.results.mkdir(parents=True, exist_ok=True)
-    path = asked.results / "toolchain_time.json"
-    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
-    for name in asked.rows or ROWS:
-        if name in body["rows"] and not asked.again:
-            print(f"{name}: there already, --again measures it again", flush=True)
-            continue
-        body["rows"][name] = accel_row(asked.model) if name == "accel" else other_row(name, asked.environments)
-        from accel.bench.environment import environment
 
-        body["environment"] = environment(threads=os.cpu_count() or 1)
-        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        (asked.results / "toolchain_time.md").write_text(markdown(body), encoding="utf-8")
-        print(f"{name}: done", flush=True)
-    print(markdown(body))
+    def measured(name: str) -> dict[str, Any]:
+        found = accel_row(asked.model) if name == "accel" else other_row(name, asked.environments)
+        return found | {"environment": environment(threads=available_cores())}
+
+    measure_rows(parser, asked, ROWS, "toolchain_time", measured, markdown)
 
 
 def accel_row(model: str) -> dict[str, Any]:
@@ -162,7 +146,7 @@ def tree_mib(pid: int) -> float:
 
 def markdown(body: dict[str, Any]) -> str:
     """The results page."""
-    machine = body["environment"]
+    machine = next(iter(body["rows"].values()))["environment"]
     lines = [
         "# From a model to the file that is run: seconds and memory",
         "",

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from accel.bench.environment import available_cores
 from accel.runtimes.base import get_runtime, has_nvidia_gpu
 from accel.target import TARGETS
 
@@ -104,13 +105,12 @@ def machine() -> dict[str, Any]:
     fields = {k.strip(): v.strip() for k, v in lines.items()}
     flags = fields.get("flags", "").split()
     known = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "avx_vnni")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": fields.get("model name", platform.processor() or "unknown"),
         "cpu_features": [flag for flag in known if flag in flags],
-        "cores": cores,
+        "cores": available_cores(),
         "memory_gb": round(pages / 1e9, 1),
         "nvidia_gpu": has_nvidia_gpu(),
         "nvcc": shutil.which("nvcc"),
