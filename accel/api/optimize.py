@@ -18,6 +18,7 @@ from accel.optimizer.judge import Judge, Judgement, Metric
 from accel.optimizer.label_metric import read_labels
 from accel.optimizer.recipes import UNMEASURED_ORDER, NotTried, Recipe, Request, precisions_for, recipes, targets_for
 from accel.progress import report
+from accel.runtimes.engine_options import parse_engine_options
 from accel.sources import MAIN_FILES, REPORT, open_source
 from accel.stage import run_stage, versions
 from accel.verify.data import Dataset, widened
@@ -108,6 +109,7 @@ def optimize(
     weights: str | Path | None = None,
     dims: Dims | None = None,
     kernels: bool = False,
+    engine: Sequence[str] = (),
     use_cache: bool = True,
 ) -> Optimization:
     """Make the candidates for ``target``, gate each, measure each, and publish the fastest within the budget to the
@@ -121,6 +123,7 @@ def optimize(
     ``max_drop``: how much worse than the source it may be: relative loss of the metric, or without one 1 minus the mean
     cosine similarity of the outputs. ``profiles``:
     optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
+    ``engine``: of its build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1).
     ``kernels``: only candidates whose products are fused into accel's operators; the best of them is taken also where
     it isn't measurably faster than the source, and a note says so.
@@ -156,6 +159,7 @@ def optimize(
             profiles=tuple(profiles),
             compute_capabilities=tuple(compute_capabilities),
             kernels=kernels,
+            engine=parse_engine_options(engine),
         )
         made, left_out = recipes(src, request)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)

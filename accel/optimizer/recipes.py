@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class NotTried:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What the candidates are made for. ``samples``: how many of the data's samples calibration may read. ``kernels``:
-    only candidates whose products are fused into accel's operators."""
+    only candidates whose products are fused into accel's operators. ``engine``: further fields of
+    ``EngineFromOnnxConfig``."""
 
     targets: tuple[Target, ...]
     precisions: tuple[str, ...] | None
@@ -64,6 +65,7 @@ class Request:
     profiles: tuple[str, ...] = ()
     compute_capabilities: tuple[str, ...] = ()
     kernels: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def targets_for(name: str) -> tuple[Target, ...]:
@@ -249,5 +251,6 @@ def _engine(target: Target, request: Request) -> Step:
         toolkit=target.name,
         profiles=request.profiles,
         compute_capabilities=request.compute_capabilities,
+        **request.engine,
     )
     return "engine_from_onnx", config, STAGE_LIMITS["fp16"]
