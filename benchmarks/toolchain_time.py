@@ -11,8 +11,6 @@ imports; memory is the largest sum over a command's processes. For a quiet machi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -23,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_rows import measure_rows, row_arguments
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+from accel.bench.environment import available_cores, environment
+
 ROWS = ("accel", "optimum", "olive")
 PACKAGES = {
     "optimum": ["optimum-onnx[onnxruntime]", "torch==2.13.0", "transformers"],
@@ -36,49 +35,39 @@ LIMIT_SECONDS = 3600
 
 def main() -> None:
     """Measure the rows asked for, or all that aren't there yet."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("rows", nargs="*", help=", ".join(ROWS))
-    parser.add_argument("--again", action="store_true")
+    parser = row_arguments(__doc__, "accel")
     parser.add_argument("--model", default="bert-base", help="for a quick try: small-cnn (accel only)")
     parser.add_argument("--environments", type=Path, default=Path(tempfile.gettempdir()) / "accel-toolchain-time")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    for name in asked.rows:
-        if name not in ROWS:
-            parser.error(f"no row {name}; the rows are {', '.join(ROWS)}")
-    asked.results.mkdir(parents=True, exist_ok=True)
-    path = asked.results / "toolchain_time.json"
-    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
-    for name in asked.rows or ROWS:
-        if name in body["rows"] and not asked.again:
-            print(f"{name}: there already, --again measures it again", flush=True)
-            continue
-        body["rows"][name] = accel_row(asked.model) if name == "accel" else other_row(name, asked.environments)
-        from accel.bench.environment import environment
 
-        body["environment"] = environment(threads=os.cpu_count() or 1)
-        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        (asked.results / "toolchain_time.md").write_text(markdown(body), encoding="utf-8")
-        print(f"{name}: done", flush=True)
-    print(markdown(body))
+    def measured(name: str) -> dict[str, Any]:
+        found = accel_row(asked.model) if name == "accel" else other_row(name, asked.environments)
+        return found | {"environment": environment(threads=available_cores())}
+
+    measure_rows(parser, asked, ROWS, "toolchain_time", measured, markdown)
 
 
-def accel_row(model: str) -> dict[str, Any]:
+def accel_row(name: str) -> dict[str, Any]:
     """Export and optimize with an empty cache, then both again."""
     from cpu_models import MODELS
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        np.savez(folder / "data.npz", **MODELS[model].data(64))  # type: ignore[arg-type]
+    model = MODELS[name]
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
+        given = []
+        if model.train:  # a factory that draws its weights anew is another model each time
+            model.train(folder / "weights.safetensors")
+            given = ["--weights", "weights.safetensors"]
         accel = [sys.executable, "-m", "accel"]
         commands = [
-            [*accel, "export", MODELS[model].source, "-o", "model.onnx", "-q"],
-            [*accel, "optimize", "model.onnx", "--data", "data.npz", "-o", "out", "-q"],
+            [*accel, "export", model.source, *given, "-o", "model.onnx"],
+            [*accel, "optimize", "model.onnx", "--data", "data.npz", "-o", "out"],
         ]
         env = {**os.environ, "ACCEL_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
         first = [timed(words, folder, env) for words in commands]
         second = [timed(words, folder, env) for words in commands] if not any(s.get("error") for s in first) else []
-    return {"title": f"accel ({model})", "steps": first, "second": second}
+    return {"title": f"accel ({name})", "steps": first, "second": second}
 
 
 def other_row(name: str, environments: Path) -> dict[str, Any]:
@@ -135,11 +124,13 @@ def timed(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> dict[st
             if time.monotonic() - started > LIMIT_SECONDS:
                 child.kill()
             time.sleep(0.1)
+        seconds = time.monotonic() - started
         said.seek(0)
         text = said.read().strip()
     named = [Path(words[0]).name, *words[1:]] if words[0] != sys.executable else ["python", *words[1:]]
     shown = " ".join(Path(w).name if w.startswith("/") else w for w in named)
-    found = {"command": shown, "seconds": round(time.monotonic() - started, 1), "peak_mib": round(peak)}
+    found = {"command": shown, "seconds": round(seconds, 1), "peak_mib": round(peak)}
+    found["cached"] = text.count(": cached")  # stages that accel took from its cache
     if child.returncode:
         found["error"] = " ".join(text.splitlines()[-1:])[-300:] or f"exit code {child.returncode}"
     return found
@@ -162,7 +153,7 @@ def tree_mib(pid: int) -> float:
 
 def markdown(body: dict[str, Any]) -> str:
     """The results page."""
-    machine = body["environment"]
+    machine = next(iter(body["rows"].values()))["environment"]
     lines = [
         "# From a model to the file that is run: seconds and memory",
         "",
@@ -170,16 +161,18 @@ def markdown(body: dict[str, Any]) -> str:
         "Made by `python benchmarks/toolchain_time.py`. accel tries and measures every candidate in that time; the",
         "others make one file and measure nothing.",
         "",
-        "| toolchain | command | seconds | peak MiB |",
-        "|---|---|---|---|",
+        "| toolchain | command | seconds | peak MiB | stages from the cache |",
+        "|---|---|---|---|---|",
     ]
     for row in body["rows"].values():
         if "error" in row:
-            lines.append(f"| {row['title']} | - | - | {row['error']} |")
+            lines.append(f"| {row['title']} | - | - | {row['error']} | |")
         for label, steps in (("", row.get("steps", ())), (", second run", row.get("second", ()))):
             for step in steps:
                 memory = step.get("error") or step["peak_mib"]
-                lines.append(f"| {row['title']}{label} | `{step['command']}` | {step['seconds']} | {memory} |")
+                lines.append(
+                    f"| {row['title']}{label} | `{step['command']}` | {step['seconds']} | {memory} | {step['cached']} |"
+                )
     return "\n".join([*lines, ""])
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from accel.artifact import Artifact, Manifest, beside, file_sha256, manifest_path
 from accel.child import run_in_child
 from accel.converters.optimization_profile import OptimizationProfile, default_profile, merged_dims, parse_profiles
-from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra
+from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra, UnsupportedHere
+from accel.runtimes.engine_options import HARDWARE
 from accel.runtimes.tensorrt_toolkit import check_capability, toolkit_runtime
 from accel.signature import Dim, Signature, TensorSpec
 from accel.sources.onnx_file import describe, external_files, read_proto
@@ -25,7 +26,9 @@ class EngineFromOnnxConfig(StageConfig):
     each dynamic input; an input given again starts the next profile; none: one from the signature's ranges.
     ``compute_capabilities``: GPUs to build for, such as ``8.6``; none: what the toolkit builds for by itself.
     ``workspace_bytes``: the most device memory a kernel may use as scratch; None: no limit. ``builder_level``: 0 (quick
-    to build) to 5 (quick to run); None: the toolkit's own. The precision is the graph's: networks are strongly typed.
+    to build) to 5 (quick to run); None: the toolkit's own. ``version_compatible``: later versions of TensorRT run it,
+    too. ``hardware``: which other GPUs do, ``ampere-plus`` or ``same-capability``. The precision is the graph's:
+    networks are strongly typed.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -33,6 +36,8 @@ class EngineFromOnnxConfig(StageConfig):
     compute_capabilities: tuple[str, ...] = ()
     workspace_bytes: int | None = None
     builder_level: int | None = None
+    version_compatible: bool = False
+    hardware: str | None = None
 
     def __post_init__(self) -> None:
         toolkit_runtime(self.toolkit)
@@ -42,6 +47,14 @@ class EngineFromOnnxConfig(StageConfig):
             raise BadInputSpec(f"workspace_bytes can't be {self.workspace_bytes}; give a number of bytes or None")
         if self.builder_level is not None and not 0 <= self.builder_level <= MAX_BUILDER_LEVEL:
             raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
+        if self.hardware not in (None, *HARDWARE):
+            raise BadInputSpec(f"hardware can't be {self.hardware!r}; give {' or '.join(HARDWARE)} or None")
+        # It says so in its log alone, or looks for a library that it doesn't come with.
+        if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
+            raise UnsupportedHere(
+                "engines of tensorrt-rtx are for its one version and the GPUs that are named; leave "
+                "version-compatible and hardware out and give --compute-capability for each"
+            )
 
 
 class EngineNotBuilt(BuildFailed):
@@ -76,6 +89,7 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             "precision": declared["precision"],
             # Beside the engine, because only a machine with a GPU can read them out of it.
             "profiles": [profile.to_json() for profile in profiles],
+            **build_options(config),
         },
         notes={
             "summary": built["summary"],
@@ -84,6 +98,13 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             "warnings": built["warnings"],
         },
     )
+
+
+def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
+    """What was asked of the builder beyond its defaults: a rebuild has to ask for it again."""
+    names = ("builder_level", "workspace_bytes", "version_compatible", "hardware")
+    said = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in said.items() if value is not None and value is not False}
 
 
 def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, Any]], out: Path) -> dict[str, Any]:
@@ -98,6 +119,8 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
                 capabilities=config.compute_capabilities,
                 workspace_bytes=config.workspace_bytes,
                 builder_level=config.builder_level,
+                version_compatible=config.version_compatible,
+                hardware=config.hardware,
             )
     except ChildCrashed as error:
         raise EngineNotBuilt(

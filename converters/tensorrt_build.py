@@ -52,6 +52,8 @@ def build(
     capabilities: Sequence[str],
     workspace_bytes: int | None,
     builder_level: int | None,
+    version_compatible: bool = False,
+    hardware: str | None = None,
 ) -> dict[str, Any]:
     """Build ``model`` into ``out``; what the network has and what became of it, as plain values."""
 
@@ -65,6 +67,7 @@ def build(
         check_onnx(model, capabilities, known_operators(trt, builder, logger, model))
         network = _parse(trt, builder, logger, model)
         config = _config(trt, builder, members, workspace_bytes, builder_level)
+        _make_compatible(trt, config, version_compatible, hardware)
         _refuse_shape_inputs(network)
         for shapes in profiles:
             _add_profile(builder, config, network, shapes)
@@ -184,6 +187,21 @@ def _config(
         if config.builder_optimization_level != builder_level:  # out of range is an error in the log only
             raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave it out")
     return config
+
+
+def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: str | None) -> None:
+    """For later versions of the toolkit, and for other GPUs than the one that is here.
+
+    (TensorRT's developer guide, "Engine compatibility".)
+    """
+    if version_compatible:
+        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+    if hardware is not None:
+        name = {"ampere-plus": "AMPERE_PLUS", "same-capability": "SAME_COMPUTE_CAPABILITY"}[hardware]
+        level = getattr(trt.HardwareCompatibilityLevel, name, None)
+        if level is None:
+            raise UnsupportedHere(f"this TensorRT has no hardware compatibility {hardware}; leave it out or update it")
+        config.hardware_compatibility_level = level
 
 
 def _refuse_shape_inputs(network: Any) -> None:

@@ -26,6 +26,7 @@ from accel.optimizer.recipes import Request, likelihood, precisions_for, recipes
 from accel.optimizer.report_page import PAGE, write_page
 from accel.optimizer.search import Search
 from accel.optimizer.workload import workload
+from accel.runtimes.engine_options import parse_engine_options
 from accel.sources import REPORT, open_source
 from accel.stage import run_stage
 from accel.verify.data import Dataset, widened
@@ -90,6 +91,7 @@ def optimize(
     weights: str | Path | None = None,
     dims: Dims | None = None,
     kernels: bool = False,
+    engine: Sequence[str] = (),
     use_cache: bool = True,
 ) -> Optimization:
     """Make the candidates for ``target``, gate each, measure each, and publish the fastest within the budget to the
@@ -102,7 +104,8 @@ def optimize(
     is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with the labels of
     each sample; ``label_metric``: see ``read_labels``. ``max_drop``: how much worse than the source it may be: relative
     loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``: optimization
-    profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``.
+    profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``. ``engine``: of its
+    build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
 
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1); ``batch``:
     its batch; ``lengths``: a mix of lengths instead of one (``8,16,128``, a file of whole numbers, ``data``).
@@ -150,6 +153,7 @@ def optimize(
             profiles=tuple(profiles),
             compute_capabilities=tuple(compute_capabilities),
             kernels=kernels,
+            engine=parse_engine_options(engine),
         )
         work = workload(
             src.signature,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.cli import output_options
-from accel.cli.options import read_dims, source_options
+from accel.cli.options import read_dims, read_sizes, source_options
 
 if TYPE_CHECKING:
     from accel.cli import Output
@@ -74,7 +74,7 @@ def command(
         candidates,
         against=against,
         also=also,
-        sizes=read_sizes(sizes or ""),
+        sizes=read_sizes(sizes),
         data=data,
         rounds=rounds,
         block_seconds=block_seconds,
@@ -95,16 +95,3 @@ def command(
     compared = [row for row in report.rows if row.name != report.baseline]
     if compared and all(row.error for row in compared):
         sys.exit(1)
-
-
-def read_sizes(text: str) -> dict[str, int]:
-    """``batch=1,sequence=128`` as numbers by dim."""
-    from accel.errors import BadInputSpec
-
-    found: dict[str, int] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, equals, size = part.partition("=")
-        if not name or not equals or not size.isdecimal():
-            raise BadInputSpec(f"can't read --sizes {part!r}; write DIM=N, e.g. batch=1,sequence=128")
-        found[name] = int(size)
-    return found

@@ -60,11 +60,9 @@ sizes_option = click.option(
 def read_sizes(text: str | None) -> dict[str, int]:
     """``"batch=1,sequence=128"`` as sizes by dim."""
     found: dict[str, int] = {}
-    for part in (text or "").split(","):
-        if not part:
-            continue
+    for part in filter(None, (text or "").replace(" ", "").split(",")):
         name, equals, size = part.partition("=")
-        if not equals or not size.isdigit():
+        if not equals or not name or not size.isdecimal():
             raise BadInputSpec(f"can't read --sizes {text!r}; write NAME=SIZE,..., e.g. batch=1,sequence=128")
-        found[name.strip()] = int(size)
+        found[name] = int(size)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ class NotTried:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What the candidates are made for. ``samples``: how many of the data's samples calibration may read. ``kernels``:
-    only candidates whose products are fused into accel's operators."""
+    only candidates whose products are fused into accel's operators. ``engine``: further fields of
+    ``EngineFromOnnxConfig``."""
 
     targets: tuple[Target, ...]
     precisions: tuple[str, ...] | None
@@ -65,6 +66,7 @@ class Request:
     profiles: tuple[str, ...] = ()
     compute_capabilities: tuple[str, ...] = ()
     kernels: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def likelihood(recipe: Recipe) -> tuple[int, int]:
@@ -255,5 +257,6 @@ def _engine(target: Target, request: Request) -> Step:
         toolkit=target.name,
         profiles=request.profiles,
         compute_capabilities=request.compute_capabilities,
+        **request.engine,
     )
     return "engine_from_onnx", config, STAGE_LIMITS["fp16"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from accel.converters.build_progress import BuildProgress
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+from accel.converters.engine_from_onnx import EngineFromOnnxConfig, build_options
 from accel.converters.kernel_table import parse_layers, summary
+from accel.converters.tensorrt_build import _make_compatible
 from accel.errors import BadInputSpec, UnknownName, UnsupportedHere
+from accel.runtimes.engine_options import engine_option_words, parse_engine_options
 from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabilities
 
 
@@ -104,3 +107,54 @@ def test_progress_of_nested_phases() -> None:
     progress.finish("build")
     progress.start("another", None, 100)
     assert progress.fraction == pytest.approx(0.99)
+
+
+def test_engine_options_come_back_in_the_rebuild_command() -> None:
+    """Fails if an option is read as another, a unit is wrong, or a rebuild would ask for another build."""
+    texts = ["builder-level=0", "workspace=2GiB", "version-compatible=yes", "hardware=ampere-plus"]
+    found = parse_engine_options(texts)
+    assert found == {
+        "builder_level": 0,
+        "workspace_bytes": 2 << 30,
+        "version_compatible": True,
+        "hardware": "ampere-plus",
+    }
+    words = engine_option_words(found)
+    assert words[::2] == ["--engine"] * 4
+    assert parse_engine_options(words[1::2]) == found
+    assert engine_option_words({}) == []
+    config = EngineFromOnnxConfig(toolkit="tensorrt", **found)
+    assert build_options(config) == found
+    assert build_options(EngineFromOnnxConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "workspace", "workspace=", "workspace=lots", "builder-level=two", "hardware=turing", "speed=11"]
+)
+def test_engine_options_that_are_none(text: str) -> None:
+    """Fails if an option that can't be read is left out without a word."""
+    with pytest.raises(BadInputSpec, match=r"can't read --engine .*; write"):
+        parse_engine_options([text])
+
+
+@pytest.mark.parametrize("options", [{"version_compatible": True}, {"hardware": "ampere-plus"}])
+def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
+    """Fails if it is asked for all the same: one of them breaks the build, the other is ignored without a word."""
+    with pytest.raises(UnsupportedHere, match="--compute-capability for each"):
+        EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
+
+
+def test_compatibility_is_asked_of_the_builder() -> None:
+    """Fails if it isn't, or where this TensorRT has none."""
+    flags: list[str] = []
+    toolkit = SimpleNamespace(
+        BuilderFlag=SimpleNamespace(VERSION_COMPATIBLE="compatible"),
+        HardwareCompatibilityLevel=SimpleNamespace(AMPERE_PLUS="ampere"),
+    )
+    config = SimpleNamespace(set_flag=flags.append, hardware_compatibility_level="none")
+    _make_compatible(toolkit, config, False, None)
+    assert (flags, config.hardware_compatibility_level) == ([], "none")
+    _make_compatible(toolkit, config, True, "ampere-plus")
+    assert (flags, config.hardware_compatibility_level) == (["compatible"], "ampere")
+    with pytest.raises(UnsupportedHere, match="leave it out"):
+        _make_compatible(toolkit, config, False, "same-capability")

@@ -1,0 +1,59 @@
+"""What may be said of an engine's build on the command line: ``--engine builder-level=5 --engine workspace=2GB``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accel.errors import BadInputSpec
+
+# Which other GPUs of TensorRT's an engine runs on: of Ampere and later, or of the builder's compute capability.
+HARDWARE = ("ampere-plus", "same-capability")
+
+_SIZE = re.compile(r"^(\d+)\s*(|B|KB|MB|GB|KiB|MiB|GiB)$")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` each, as fields of ``EngineFromOnnxConfig``. ``BadInputSpec`` for what is none."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if key not in _OPTIONS or not equals:
+            raise BadInputSpec(f"can't read --engine {text!r}; write KEY=VALUE with one of: {', '.join(_OPTIONS)}")
+        field, read, example = _OPTIONS[key]
+        try:
+            found[field] = read(value)
+        except (KeyError, ValueError):
+            raise BadInputSpec(f"can't read --engine {text!r}; write e.g. {key}={example}") from None
+    return found
+
+
+def engine_option_words(options: dict[str, Any]) -> list[str]:
+    """The options of ``parse_engine_options`` that say this again."""
+    words: list[str] = []
+    for key, (field, _, _) in _OPTIONS.items():
+        value = options.get(field)
+        if value is not None and value is not False:
+            words += ["--engine", f"{key}={'yes' if value is True else value}"]
+    return words
+
+
+def _bytes(text: str) -> int:
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(text)
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _yes(text: str) -> bool:
+    return {"yes": True, "no": False}[text]
+
+
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "builder-level": ("builder_level", int, "5"),
+    "workspace": ("workspace_bytes", _bytes, "2GB"),
+    "version-compatible": ("version_compatible", _yes, "yes"),
+    "hardware": ("hardware", {name: name for name in HARDWARE}.__getitem__, HARDWARE[0]),
+}

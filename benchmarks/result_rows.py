@@ -1,0 +1,64 @@
+"""Benchmarks of several rows: each is written as soon as it is measured, so that an interrupted run goes on where it
+was."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def row_arguments(description: str | None, example: str) -> argparse.ArgumentParser:
+    """Which rows, whether again, and where the results go; a script adds its own options."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n", 1)[0])
+    parser.add_argument("rows", nargs="*", help=f"such as {example}; default: all")
+    parser.add_argument("--again", action="store_true", help="measure rows again that are there already")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser
+
+
+def measure_rows(
+    parser: argparse.ArgumentParser,
+    asked: argparse.Namespace,
+    names: Sequence[str],
+    stem: str,
+    measure: Callable[[str], dict[str, Any]],
+    page: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure the rows asked for, or all that aren't in ``stem``.json yet, and write it and ``page`` after each.
+
+    A row that fails is said and left out: the others are measured, and the next run tries it again.
+    """
+    for name in asked.rows:
+        if name not in names:
+            parser.error(f"no row {name}; the rows are {', '.join(names)}")
+    asked.results.mkdir(parents=True, exist_ok=True)
+    path = asked.results / f"{stem}.json"
+    body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
+    failed: list[str] = []
+    for name in asked.rows or names:
+        if name in body["rows"] and not asked.again:
+            print(f"{name}: there already, --again measures it again", flush=True)
+            continue
+        started = time.monotonic()
+        try:
+            row = measure(name)
+        except Exception as error:
+            failed.append(name)
+            print(f"{name}: failed: {type(error).__name__}: {error}", flush=True)
+            continue
+        row["seconds"] = round(time.monotonic() - started)
+        done = {**body["rows"], name: row}
+        body["rows"] = {n: done[n] for n in names if n in done}
+        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        (asked.results / f"{stem}.md").write_text(page(body), encoding="utf-8")
+        print(f"{name}: {row['seconds']} s", flush=True)
+    if body["rows"]:
+        print(page(body))
+    if failed:
+        parser.exit(1, f"failed: {', '.join(failed)}\n")
