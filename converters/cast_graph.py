@@ -30,7 +30,6 @@ class Retyped:
     model: onnx.ModelProto
     kept: frozenset[int]
     casts: int
-    native: Mapping[str, int]
 
 
 def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
@@ -96,7 +95,7 @@ class _Writer:
             self._emit(index, node, kinds)
         for name in self.final:
             self._get(name, self.outer)
-        return Retyped(self._model(), self.kept, self.casts, native)
+        return Retyped(self._model(), self.kept, self.casts)
 
     def _typing(self, index: int) -> Typing:
         typing = self.source.typing(index)

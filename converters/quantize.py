@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -175,6 +174,8 @@ def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
     """Give every node a name, make initializers of constant nodes; the names of the nodes to leave alone."""
     from onnx import AttributeProto
 
+    from accel.converters.onnx_names import nodes_matching
+
     taken = {node.name for node in model.graph.node}
     kept: list[str] = []
     nodes = []
@@ -192,10 +193,7 @@ def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     for pattern in config.keep:
-        names = [n.name for n in nodes if any(fnmatch.fnmatchcase(x, pattern) for x in (n.name, n.op_type, *n.output))]
-        if not names:
-            raise UnknownName(f"no node is called {pattern!r} and no operator either; see accel inspect for the names")
-        kept += names
+        kept += [nodes[index].name for index in nodes_matching(nodes, pattern)]
     return tuple(dict.fromkeys(kept))
 
 
