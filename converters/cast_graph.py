@@ -11,6 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from accel.converters.cast_source import FLOAT, FORMATS, Source, Typing, captured, subgraphs, to_low
+from accel.sources.onnx_weights import is_detached, rounded_later
 
 _ENDINGS = {FORMATS["fp16"]: "fp16", FORMATS["bf16"]: "bf16", FLOAT: "fp32"}
 
@@ -136,6 +137,8 @@ class _Writer:
             self.have[name, kind] = form
             if kind == FLOAT and form == tensor.name:
                 yield form, tensor
+            elif is_detached(tensor):
+                yield form, rounded_later(tensor, kind, form)
             else:
                 value = numpy_helper.to_array(tensor)
                 yield form, numpy_helper.from_array(value if kind == FLOAT else to_low(value, kind), form)

@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 from accel.converters.cast_source import FLOAT, Source, largest, to_low
 from accel.converters.onnx_names import nodes_matching
+from accel.sources.onnx_weights import weight_array
 
 # Where a constant beyond the format's range is a mask or a bound, which may be clamped: its meaning is "very low".
 MASKING = frozenset(
@@ -87,7 +88,7 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
         users = source.consumers.get(name, [])
         if not users:
             continue
-        value = numpy_helper.to_array(tensor)
+        value = weight_array(tensor)
         finite = value[np.isfinite(value)]
         if finite.size == 0:
             continue
@@ -146,7 +147,7 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 def masked_tensors(source: Source) -> set[str]:
     """Tensors in which "lowest" may stand for a mask: those that a clamped constant flows into."""
     top = largest(source.low)
-    tainted = {n for n, t in source.constants.items() if _largest(numpy_helper.to_array(t)) > top}
+    tainted = {n for n, t in source.constants.items() if _largest(weight_array(t)) > top}
     for node in source.nodes:
         filled = node.op_type == "ConstantOfShape" and any(
             _largest(numpy_helper.to_array(a.t)) > top for a in node.attribute if a.t.data_type == FLOAT
