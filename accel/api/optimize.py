@@ -16,6 +16,7 @@ from accel.cache import StageCache
 from accel.errors import AccelError, CannotWrite, NothingPassed, UnsupportedHere, UsageError
 from accel.optimizer.judge import Judge, Judgement, Metric
 from accel.optimizer.label_metric import read_labels
+from accel.optimizer.mixed_precision import Trajectory, assign
 from accel.optimizer.recipes import UNMEASURED_ORDER, NotTried, Recipe, Request, precisions_for, recipes, targets_for
 from accel.progress import report
 from accel.sources import MAIN_FILES, REPORT, open_source
@@ -51,6 +52,7 @@ class CandidateResult:
     measured: Mapping[str, Any] | None = None
     artifact: Artifact | None = field(default=None, repr=False)
     recipe: Recipe | None = field(default=None, repr=False)
+    trajectory: Trajectory | None = None  # of the search for the layers that stay float
     unsupported: bool = False  # it was refused for what was asked, not for what came out
 
     def to_json(self) -> dict[str, Any]:
@@ -63,6 +65,7 @@ class CandidateResult:
             "megabytes": self.megabytes,
             "judgement": self.judgement.to_json() if self.judgement else None,
             "measured": dict(self.measured) if self.measured else None,
+            **({"mixed": self.trajectory.to_json()} if self.trajectory else {}),
         }
 
 
@@ -229,6 +232,9 @@ def _attempt(
     artifact = src
     last_runnable = src
     try:
+        if recipe.search:
+            recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache)
+            row.recipe = recipe
         for stage, config, limit in recipe.stages:
             report(f"{recipe.name}: {stage}")
             gates = [OutputGate(limit=limit, data=data)]
@@ -405,6 +411,7 @@ def _publish(result: Optimization, chosen: CandidateResult, folder: Path, thread
         "options": options,
         "judgement": chosen.judgement.to_json() if chosen.judgement else None,
         "measured": dict(chosen.measured) if chosen.measured else None,
+        **({"mixed": chosen.trajectory.to_json()} if chosen.trajectory else {}),
     }
     artifact = artifact.with_manifest(replace(artifact.manifest, session=session))
     main = folder / f"model{ {'onnx': '.onnx', 'openvino': '.xml', 'engine': '.engine'}[artifact.kind] }"
