@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ from accel.artifact import Artifact, beside
 from accel.errors import AccelError, CannotWrite, ChainBroken
 
 _STALE_SECONDS = 24 * 3600
+_UNFINISHED_SECONDS = 7 * 24 * 3600
+
+_unfinished: ContextVar[Path | None] = ContextVar("_unfinished", default=None)
+
+
+def unfinished() -> Path | None:
+    """A folder in which the stage that is being run may keep what it has so far: it finds it there again if it was
+    killed and is run once more with the same input and options. None outside ``run_stage``."""
+    return _unfinished.get()
+
+
 _DEFAULT_GIGABYTES = 20.0
 
 
@@ -81,6 +93,18 @@ class StageCache:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    @contextmanager
+    def resuming(self, key: str) -> Iterator[None]:
+        """Around a stage's function: what it keeps in ``unfinished()`` stays until it has come to its end."""
+        folder = self.root / "unfinished" / key
+        folder.mkdir(parents=True, exist_ok=True)
+        token = _unfinished.set(folder)
+        try:
+            yield
+        finally:
+            _unfinished.reset(token)
+        shutil.rmtree(folder, ignore_errors=True)
+
     def store(self, key: str, folder: Path, main: str) -> Artifact:
         """Rename a finished ``folder`` into place and hand back the artifact in it."""
         (folder / "main").write_text(main)
@@ -107,6 +131,10 @@ class StageCache:
             pid = folder.name.partition("-")[0]
             with contextlib.suppress(OSError):
                 if not _alive(pid) or time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+        for folder in (self.root / "unfinished").glob("*"):
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > _UNFINISHED_SECONDS:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self, keep: str) -> None:

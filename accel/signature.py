@@ -158,6 +158,11 @@ class Signature:
         only = next(iter(first)) if len(first) == 1 else None
         return only if isinstance(only, str) else None
 
+    @property
+    def fixed_batch(self) -> int | None:
+        """The number of samples that the model always takes; None where the first dim of every input is dynamic."""
+        return next((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), None)
+
     def input(self, name: str) -> TensorSpec:
         return next(spec for spec in self.inputs if spec.name == name)
 

@@ -165,7 +165,8 @@ def _make(
     report(stage.name, None)
     started = time.monotonic()
     inside = folder / f"model{stage.suffix}"
-    result = function(src, config, inside)
+    with cache.resuming(key):
+        result = function(src, config, inside)
     if not result.path.is_file() or result.path.stat().st_size == 0:
         raise StageFailed(f"stage {stage.name} wrote no output; run it again with --no-cache")
     result = check_contract(stage, src, config, result)

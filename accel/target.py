@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from accel.errors import UnknownName
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+# int4: of the weights of large products alone. mixed: int8 but for the layers that need more.
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True)

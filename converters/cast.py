@@ -50,12 +50,12 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     from accel.converters.cast_search import search
     from accel.converters.cast_source import FORMATS, Source
     from accel.converters.onnx_write import onnx_artifact
-    from accel.sources.onnx_file import read_proto
+    from accel.sources.onnx_weights import read_detached
 
     if config.precision not in FORMATS:
         raise UnknownName(f"unknown precision {config.precision!r}; cast to {' or '.join(FORMATS)}")
     report(f"cast to {config.precision}")
-    source = Source(read_proto(src.path, weights=True), FORMATS[config.precision])
+    source = Source(read_detached(src.path), FORMATS[config.precision])
     _check_worthwhile(src, source, config.precision)
     kept = fixed_in_float32(source, config.keep_fp32)
     feeds = list(_feeds(src, config))

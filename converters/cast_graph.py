@@ -11,6 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from accel.converters.cast_source import FLOAT, FORMATS, Source, Typing, captured, subgraphs, to_low
+from accel.sources.onnx_weights import is_detached, rounded_later
 
 _ENDINGS = {FORMATS["fp16"]: "fp16", FORMATS["bf16"]: "bf16", FLOAT: "fp32"}
 
@@ -30,7 +31,6 @@ class Retyped:
     model: onnx.ModelProto
     kept: frozenset[int]
     casts: int
-    native: Mapping[str, int]
 
 
 def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
@@ -96,7 +96,7 @@ class _Writer:
             self._emit(index, node, kinds)
         for name in self.final:
             self._get(name, self.outer)
-        return Retyped(self._model(), self.kept, self.casts, native)
+        return Retyped(self._model(), self.kept, self.casts)
 
     def _typing(self, index: int) -> Typing:
         typing = self.source.typing(index)
@@ -137,6 +137,8 @@ class _Writer:
             self.have[name, kind] = form
             if kind == FLOAT and form == tensor.name:
                 yield form, tensor
+            elif is_detached(tensor):
+                yield form, rounded_later(tensor, kind, form)
             else:
                 value = numpy_helper.to_array(tensor)
                 yield form, numpy_helper.from_array(value if kind == FLOAT else to_low(value, kind), form)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from onnx import numpy_helper
 
 from accel.converters.cast_source import FLOAT, Source, largest, to_low
-from accel.errors import UnknownName
+from accel.converters.onnx_names import nodes_matching
+from accel.sources.onnx_weights import weight_array
 
 # Where a constant beyond the format's range is a mask or a bound, which may be clamped: its meaning is "very low".
 MASKING = frozenset(
@@ -51,18 +51,11 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
     """
     kept: dict[int, str] = {}
     for pattern in patterns:
-        found = [i for i, n in enumerate(source.nodes) if _matches(pattern, n.name, n.op_type, *n.output)]
-        if not found:
-            raise UnknownName(f"no node is called {pattern!r} and no operator either; see accel inspect for the names")
-        kept |= dict.fromkeys(found, f"asked for by {pattern!r}")
+        kept |= dict.fromkeys(nodes_matching(source.nodes, pattern), f"asked for by {pattern!r}")
     for rule in (_index_arithmetic, _constants):
         for index, reason in rule(source):
             kept.setdefault(index, reason)
     return {index: reason for index, reason in kept.items() if source.castable(index)}
-
-
-def _matches(pattern: str, *names: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
@@ -95,7 +88,7 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
         users = source.consumers.get(name, [])
         if not users:
             continue
-        value = numpy_helper.to_array(tensor)
+        value = weight_array(tensor)
         finite = value[np.isfinite(value)]
         if finite.size == 0:
             continue
@@ -154,7 +147,7 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 def masked_tensors(source: Source) -> set[str]:
     """Tensors in which "lowest" may stand for a mask: those that a clamped constant flows into."""
     top = largest(source.low)
-    tainted = {n for n, t in source.constants.items() if _largest(numpy_helper.to_array(t)) > top}
+    tainted = {n for n, t in source.constants.items() if _largest(weight_array(t)) > top}
     for node in source.nodes:
         filled = node.op_type == "ConstantOfShape" and any(
             _largest(numpy_helper.to_array(a.t)) > top for a in node.attribute if a.t.data_type == FLOAT

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 
 from accel.converters.cast_graph import Retyped, retype
 from accel.converters.cast_rules import masked_tensors
 from accel.converters.cast_source import FLOAT, FORMATS, Source, largest, to_low
 from accel.errors import StageFailed
 from accel.progress import report
-from accel.runtimes.onnx_rounded import RoundedModel, without_weights
+from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
 
 # How far an output may be off (relative l2) before it is asked which node the error comes from, and how much larger
 # than that of its inputs the error of a node's output has to be for the node to be the cause.
@@ -64,7 +63,7 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
     """
     reference = RoundedModel(source.model)
     names = [n for n in reference.tensors if n in source.types]
-    chunks = [list(_chunks(source, names, one)) for one in feeds]
+    chunks = [list(in_chunks(source.model, names, one, _CHUNK_BYTES)) for one in feeds]
     masked = masked_tensors(source)
     kept = dict(kept)
     for rounds in range(1, _ROUNDS + 1):
@@ -87,6 +86,7 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
         if not found:
             return Searched(retyped, kept, errors, rounds)
         kept |= found
+        del rounded  # before the next one takes as much again
     raise StageFailed(
         f"the model still has infinities in {_label(source)} with {len(kept)} nodes in float32; use fp32 or bf16"
     )
@@ -94,39 +94,6 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
 
 def _label(source: Source) -> str:
     return next(name for name, kind in FORMATS.items() if kind == source.low)
-
-
-def _chunks(source: Source, names: Sequence[str], feeds: Feeds) -> Iterator[list[str]]:
-    """``names`` in groups whose tensors fit into memory at once, at the shapes of ``feeds``."""
-    sizes = _bytes(source, feeds)
-    unknown = max(sizes.values(), default=4)
-    group: list[str] = []
-    used = 0
-    for name in names:
-        size = sizes.get(name, unknown)
-        if group and used + size > _CHUNK_BYTES:
-            yield group
-            group, used = [], 0
-        group.append(name)
-        used += size
-    if group:
-        yield group
-
-
-def _bytes(source: Source, feeds: Feeds) -> dict[str, int]:
-    """The size of each inner tensor whose shape follows from that of the inputs."""
-    light = without_weights(source.model)
-    del light.graph.value_info[:]
-    for value in light.graph.input:
-        if value.name in feeds:
-            for dim, size in zip(value.type.tensor_type.shape.dim, feeds[value.name].shape, strict=True):
-                dim.dim_value = size
-    for value in light.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    shapes = {v.name: v.type.tensor_type.shape for v in (*found.value_info, *found.output)}
-    known = {n: s.dim for n, s in shapes.items() if all(d.HasField("dim_value") for d in s.dim)}
-    return {name: 4 * math.prod(d.dim_value for d in dims) for name, dims in known.items()}
 
 
 def _compare(

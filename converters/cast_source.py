@@ -11,6 +11,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, numpy_helper
 
 from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 from accel.signature import numpy_dtype
+from accel.sources.onnx_weights import rounded
 
 FLOAT = int(TensorProto.FLOAT)
 FORMATS = {"fp16": int(TensorProto.FLOAT16), "bf16": int(TensorProto.BFLOAT16)}
@@ -177,12 +178,7 @@ def _free_names(graph: onnx.GraphProto) -> Iterator[str]:
 
 def to_low(value: np.ndarray, low: int) -> np.ndarray:
     """``value`` rounded to the format. What is finite stays finite: a mask of -1e9 becomes the lowest finite number."""
-    import ml_dtypes
-
-    kind = numpy_dtype(_NAMES[low])
-    top = float(ml_dtypes.finfo(kind).max)
-    bounded = np.where(np.isfinite(value), np.clip(value, -top, top), value)
-    return bounded.astype(kind)
+    return rounded(value, numpy_dtype(_NAMES[low]))
 
 
 def largest(low: int) -> float:

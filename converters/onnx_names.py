@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel.errors import SignatureDrift
+from accel.errors import SignatureDrift, UnknownName
 from accel.signature import TensorSpec
 
 if TYPE_CHECKING:
@@ -112,3 +113,14 @@ def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
                 rename_values(inner, names)
     for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
         value.name = names.get(value.name, value.name)
+
+
+def nodes_matching(nodes: Sequence[onnx.NodeProto], pattern: str) -> list[int]:
+    """Indices of the nodes whose name, operator or output ``pattern`` fits, as a shell would; ``UnknownName`` for a
+    pattern that fits none."""
+    found = [
+        i for i, n in enumerate(nodes) if any(fnmatch.fnmatchcase(x, pattern) for x in (n.name, n.op_type, *n.output))
+    ]
+    if not found:
+        raise UnknownName(f"no node is called {pattern!r} and no operator either; see accel inspect for the names")
+    return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed
 from accel.sources.onnx_file import describe_model, one_line, read_proto
+from accel.sources.onnx_weights import attach, detached_bytes, is_detached, raw_pieces
 
 if TYPE_CHECKING:
     import onnx
@@ -70,6 +73,8 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BY
     import onnx
 
     if weight_bytes(model) <= limit:
+        for tensor in filter(is_detached, model.graph.initializer):
+            attach(tensor)
         with beside(out) as temporary:
             onnx.save(model, str(temporary))
         return ()
@@ -90,7 +95,8 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BY
 
 def weight_bytes(model: onnx.ModelProto) -> int:
     """About the size of the file: nearly all of it is constants."""
-    return sum(int(part.ByteSize()) for part in (*model.graph.initializer, *model.graph.node))
+    inside = sum(int(part.ByteSize()) for part in (*model.graph.initializer, *model.graph.node))
+    return inside + detached_bytes(model)
 
 
 def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
@@ -102,22 +108,28 @@ def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
     offset = 0
     with path.open("wb") as stream:
         for tensor in model.graph.initializer:
-            if tensor.ByteSize() < _APART_BYTES or tensor.data_type == onnx.TensorProto.STRING:
+            pieces: Iterable[bytes]
+            if is_detached(tensor):
+                pieces = raw_pieces(tensor)
+            elif tensor.ByteSize() < _APART_BYTES or tensor.data_type == onnx.TensorProto.STRING:
                 continue
-            if not tensor.raw_data:
-                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
-            raw = tensor.raw_data
+            else:
+                if not tensor.raw_data:
+                    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
+                pieces = [tensor.raw_data]
             padding = -offset % 4096  # so that the file can be mapped into memory
-            for part in (b"\0" * padding, raw):
+            length = -padding
+            for part in itertools.chain([b"\0" * padding], pieces):
                 stream.write(part)
                 digest.update(part)
+                length += len(part)
             offset += padding
             tensor.ClearField("raw_data")
             del tensor.external_data[:]
             tensor.data_location = onnx.TensorProto.EXTERNAL
-            for key, value in (("location", path.name), ("offset", offset), ("length", len(raw))):
+            for key, value in (("location", path.name), ("offset", offset), ("length", length)):
                 tensor.external_data.add(key=key, value=str(value))
-            offset += len(raw)
+            offset += length
     return digest.hexdigest()
 
 

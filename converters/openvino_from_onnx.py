@@ -164,7 +164,8 @@ def _bounds(size: Any) -> range:
 
 
 def _precision(model: Any) -> str:
-    """``int8`` where it holds quantization or 8-bit weights, else what most of its float weights are."""
+    """``int4`` or ``int8`` where it holds such weights, ``int8`` where it holds quantization, else what most of its
+    float weights are."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()
@@ -175,7 +176,7 @@ def _precision(model: Any) -> str:
             for dim in op.get_output_shape(0):
                 size *= int(dim)
             if dtype in _QUANTIZED and size >= _WEIGHTS:
-                return "int8"
+                return "int4" if dtype in ("i4", "u4") else "int8"
             if dtype in _PRECISIONS:
                 counts[dtype] = counts.get(dtype, 0) + size
     return _PRECISIONS[max(counts, key=lambda name: counts[name], default="f32")]

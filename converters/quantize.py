@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
+from accel.cache import unfinished
 from accel.child import Child
 from accel.errors import AccelError, ChildCrashed, MissingExtra, StageFailed, UnknownName, UnsupportedHere
 from accel.progress import report
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx
 
-CALIBRATIONS = ("minmax", "entropy", "percentile")
+CALIBRATIONS = ("minmax", "entropy", "percentile", "mse")
 
 # Before opset 13 QuantizeLinear knows no axis, which per-channel scales need.
 _MIN_OPSET = 13
+
+_CHECKED_AT_ONCE = 16
 
 # Random calibration: this many feeds at each shape of the signature.
 _RANDOM_FEEDS = 4
@@ -35,9 +37,11 @@ class QuantizeFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One way of writing int8. ``runs``: by mode, the function that does it, in a child process."""
+    """One way of writing int8. ``runs``: by mode, the function that does it, in a child process. ``calibrations``: the
+    ways it has of finding a range."""
 
     runs: dict[str, str]
+    calibrations: tuple[str, ...] = CALIBRATIONS
     extra: str | None = None
     module: str = "onnxruntime"
 
@@ -54,20 +58,33 @@ FORMS = {
         runs={
             "static": "accel.converters.quantize_ort:run_static",
             "dynamic": "accel.converters.quantize_ort:run_dynamic",
+            "int8-weights": "accel.converters.quantize_weights:run_nbits",
+            "int4-weights": "accel.converters.quantize_weights:run_nbits",
         }
     ),
-    "openvino": Form(runs={"static": "accel.converters.quantize_nncf:run_nncf"}, extra="openvino", module="nncf"),
+    "openvino": Form(
+        runs={
+            "static": "accel.converters.quantize_nncf:run_nncf",
+            "int8-weights": "accel.converters.quantize_weights:run_compressed",
+            "int4-weights": "accel.converters.quantize_weights:run_compressed",
+        },
+        calibrations=("minmax", "percentile"),
+        extra="openvino",
+        module="nncf",
+    ),
     "tensorrt": Form(runs={"static": "accel.converters.quantize_ort:run_symmetric"}),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(StageConfig):
-    """``form``: ort-cpu, openvino or tensorrt. ``mode``: static, or dynamic (ort-cpu). ``data``: what to calibrate on,
-    ``samples`` of it at most. ``calibration``: minmax, entropy or percentile (``percentile`` of the values are inside).
-    ``smooth``: how much of the activations' outliers moves into the weights of a transformer (0 none, 1 all; the
-    openvino form has its own). ``ops``: quantize these operators only. ``keep``: nodes to leave in float32, by name or
-    operator, with * and ?."""
+    """``form``: ort-cpu, openvino or tensorrt. ``mode``: static; dynamic (ort-cpu); or int8-weights or int4-weights
+    (ort-cpu, openvino), where only the weights of large products change: those of ``smallest`` numbers and more, with
+    one scale for ``block_size`` of them (8 bits in the openvino form: one a channel). ``data``: what to calibrate on,
+    ``samples`` of it at most. ``calibration``: minmax, percentile (``percentile`` of the values are inside), entropy or
+    mse, see ``histogram.value_range`` (the openvino form has the first two). ``smooth``: how much of the activations'
+    outliers moves into the weights of a transformer (0 none, 1 all; the openvino form has its own). ``ops``: quantize
+    these operators only. ``keep``: nodes to leave in float32, by name or operator, with * and ?."""
 
     form: str = "ort-cpu"
     mode: str = "static"
@@ -79,6 +96,8 @@ class QuantizeConfig(StageConfig):
     smooth: float = 0.85  # MiniLM's error by it: 0 0.18, 0.5 0.37, 0.7 0.10, 0.85 0.07, tensorrt form
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    block_size: int = 32
+    smallest: int = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +110,7 @@ class Task:
     config: QuantizeConfig
     excluded: tuple[str, ...]
     transformer: bool
+    unfinished: Path | None = None  # a folder for what a killed calibration has found, see ``collect``
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
@@ -102,34 +122,27 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
     """
     from accel.converters.onnx_write import onnx_artifact
     from accel.sources.onnx_file import read_proto
+    from accel.sources.onnx_weights import read_detached
 
     form = _form(config)
-    model = read_proto(src.path, weights=True)
-    _check_source(src, model)
+    model = read_detached(src.path)
+    check_source(src, model)
     notes: dict[str, Any] = {"form": config.form, "mode": config.mode}
     if config.mode == "static":
         notes |= _calibration_notes(src, config)
     report(f"quantize for {config.form}")
     with tempfile.TemporaryDirectory(prefix="quantize-", dir=out.parent) as folder:
-        inside = Path(folder).absolute()  # the child stands elsewhere
-        task = Task(
-            path=inside / "prepared.onnx",
-            out=inside / "quantized.onnx",
-            signature=src.signature,
-            config=config if config.data is None else replace(config, data=config.data.absolute()),
-            excluded=_prepare(model, config),
-            transformer=_is_transformer(model),
-        )
-        notes |= _run(form, task, model)
-        made = read_proto(task.out, weights=True)
-    _restore_header(read_proto(src.path), made)
-    notes |= _counts(made)
-    if not notes["quantized_weights"]:
-        raise QuantizeFailed(f"nothing in the model could be quantized for {config.form}; use fp32 or fp16 instead")
-    try:
-        return onnx_artifact(src, made, out, notes)
-    except StageFailed as error:
-        raise QuantizeFailed(str(error)) from error
+        task = make_task(src, config, model, Path(folder))
+        notes |= run_task(form.runs[config.mode], task, model)
+        made = read_detached(task.out)
+        _restore_header(read_proto(src.path), made)
+        notes |= _counts(made)
+        if not notes["quantized_weights"]:
+            raise QuantizeFailed(f"nothing in the model could be quantized for {config.form}; use fp32 or fp16 instead")
+        try:
+            return onnx_artifact(src, made, out, notes)
+        except StageFailed as error:
+            raise QuantizeFailed(str(error)) from error
 
 
 def _form(config: QuantizeConfig) -> Form:
@@ -137,8 +150,8 @@ def _form(config: QuantizeConfig) -> Form:
 
     for kind, name, known in (
         ("form", config.form, FORMS),
-        ("calibration", config.calibration, CALIBRATIONS),
         ("mode", config.mode, FORMS[config.form].runs if config.form in FORMS else ()),
+        ("calibration", config.calibration, FORMS[config.form].calibrations if config.form in FORMS else ()),
     ):
         if name not in known:
             raise UnknownName(f"unknown {kind} of quantization {name!r}; use {' or '.join(known)}")
@@ -148,11 +161,26 @@ def _form(config: QuantizeConfig) -> Form:
     return form
 
 
-def _check_source(src: Artifact, model: onnx.ModelProto) -> None:
+def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, folder: Path) -> Task:
+    """What the child process needs to work on ``model`` in ``folder``. Names the nodes of ``model`` that have none."""
+    inside = folder.absolute()  # the child stands elsewhere
+    return Task(
+        path=inside / "prepared.onnx",
+        out=inside / "quantized.onnx",
+        signature=src.signature,
+        config=config if config.data is None else replace(config, data=config.data.absolute()),
+        excluded=_prepare(model, config),
+        transformer=_is_transformer(model),
+        unfinished=unfinished(),
+    )
+
+
+def check_source(src: Artifact, model: onnx.ModelProto) -> None:
+    """``UnsupportedHere`` where ``src`` can't be quantized."""
     from accel.sources.onnx_file import describe_model, opset_of
 
     precision = describe_model(model)[1]["precision"]
-    if precision == "int8":
+    if precision in ("int8", "int4"):
         raise UnsupportedHere(f"{src.path} is quantized already; start from its float32 form")
     if precision != "fp32":
         raise UnsupportedHere(f"{src.path} is {precision}; quantize the float32 model, then cast that to {precision}")
@@ -161,19 +189,23 @@ def _check_source(src: Artifact, model: onnx.ModelProto) -> None:
 
 
 def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
-    from accel.verify.data import Dataset
+    from accel.verify.stream import SampleStream
 
     found: dict[str, Any] = {"calibration": config.calibration}
     if config.data is None:
         found["warning"] = "calibrated on random inputs: the ranges are not those of real data; pass --data"
         return found
-    count = len(Dataset.load(config.data, src.signature))
-    return found | {"samples": min(count, config.samples)}
+    stream = SampleStream(config.data, src.signature)
+    for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # what doesn't fit is found before any work
+        pass
+    return found | {"samples": min(len(stream), config.samples)}
 
 
 def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
     """Give every node a name, make initializers of constant nodes; the names of the nodes to leave alone."""
     from onnx import AttributeProto
+
+    from accel.converters.onnx_names import nodes_matching
 
     taken = {node.name for node in model.graph.node}
     kept: list[str] = []
@@ -192,10 +224,7 @@ def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     for pattern in config.keep:
-        names = [n.name for n in nodes if any(fnmatch.fnmatchcase(x, pattern) for x in (n.name, n.op_type, *n.output))]
-        if not names:
-            raise UnknownName(f"no node is called {pattern!r} and no operator either; see accel inspect for the names")
-        kept += names
+        kept += [nodes[index].name for index in nodes_matching(nodes, pattern)]
     return tuple(dict.fromkeys(kept))
 
 
@@ -207,8 +236,9 @@ def _is_transformer(model: onnx.ModelProto) -> bool:
     return "Attention" in ops or ("Softmax" in ops and any(True for _ in products))
 
 
-def _run(form: Form, task: Task, model: onnx.ModelProto) -> dict[str, Any]:
-    """In a child process whose temporary files all go into the folder of the task."""
+def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
+    """Call ``function`` in a child process whose temporary files all go into the folder of the task. ``model`` is
+    written there, and spent."""
     from accel.converters.onnx_write import write_onnx
 
     write_onnx(model, task.path)
@@ -216,12 +246,11 @@ def _run(form: Form, task: Task, model: onnx.ModelProto) -> dict[str, Any]:
     try:
         # ONNX Runtime's shape inference leaves files where it stands.
         with Child(env=environment, folder=task.path.parent) as child:
-            found: dict[str, Any] = child.call(form.runs[task.config.mode], task=task)
+            return child.call(function, task=task)
     except ChildCrashed as error:
         raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error
     except OSError as error:
         raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); free some space") from error
-    return found
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
@@ -242,31 +271,40 @@ def _counts(model: onnx.ModelProto) -> dict[str, Any]:
     ops: dict[str, int] = {}
     for node in model.graph.node:
         ops[node.op_type] = ops.get(node.op_type, 0) + 1
-    weights = [t for t in model.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8)]
-    wanted = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
+    kinds = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4)
+    weights = [t for t in model.graph.initializer if t.data_type in kinds]
+    wanted = (
+        "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "MatMulNBits",
+    )  # fmt: skip
     counted = {op: ops[op] for op in wanted if op in ops}
     return {"nodes": counted, "quantized_weights": sum(len(t.dims) >= 2 for t in weights)}
 
 
-def calibration_feeds(task: Task, size: int) -> Iterator[dict[str, np.ndarray]]:
-    """What to calibrate on, ``size`` samples at a time: the data, else random inputs at each shape of the signature."""
-    from accel.verify.data import Dataset
+def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """What to calibrate on, ``size`` samples at a time, without the first ``skip`` batches: the data, read as it goes,
+    else random inputs at each shape of the signature."""
+    from accel.verify.stream import SampleStream
 
     config, signature = task.config, task.signature
+    total = calibration_batches(task, size)
     if config.data is not None:
-        batches = list(Dataset.load(config.data, signature).batches(size, config.samples))
+        batches = SampleStream(config.data, signature).batches(size, config.samples, skip)
     else:
-        cases = [
-            (i, {d: min(s, size) if d == signature.batch_dim else s for d, s in c.items()})
-            for i, c in enumerate(signature.cases())
-        ]
-        batches = [
-            signature.example_inputs(seed=_RANDOM_FEEDS * i + extra, **case)
-            for i, case in cases
-            for extra in range(_RANDOM_FEEDS)
-        ]
-    if not batches:
+        cases = [{d: min(s, size) if d == signature.batch_dim else s for d, s in c.items()} for c in signature.cases()]
+        batches = (
+            signature.example_inputs(seed=number, **cases[number // _RANDOM_FEEDS]) for number in range(skip, total)
+        )
+    if not total:
         raise AccelError(f"{config.data} holds less than one batch of this model's fixed size; add samples")
-    for done, feeds in enumerate(batches):
-        report(f"calibrating, batch {done + 1} of {len(batches)}", done / len(batches))
+    for done, feeds in enumerate(batches, skip):
+        report(f"calibrating, batch {done + 1} of {total}", done / total)
         yield feeds
+
+
+def calibration_batches(task: Task, size: int) -> int:
+    """How many batches of ``size`` samples there are to calibrate on."""
+    from accel.verify.stream import SampleStream
+
+    if task.config.data is None:
+        return len(task.signature.cases()) * _RANDOM_FEEDS
+    return SampleStream(task.config.data, task.signature).batch_count(size, task.config.samples)

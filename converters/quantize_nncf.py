@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import nncf
+import numpy as np
 import onnx
 
-from accel.converters.quantize import Task, calibration_feeds
+from accel.converters.quantize import Task, calibration_batches, calibration_feeds
 
 
 def run_nncf(task: Task) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def run_nncf(task: Task) -> dict[str, Any]:
     nncf.set_log_level(logging.ERROR)
     config = task.config
     model = onnx.load(str(task.path))
-    feeds = list(calibration_feeds(task, 1))
+    feeds = _Feeds(task)
     ignored = [re.escape(name) for name in task.excluded]
     if config.ops:
         ignored += [re.escape(node.name) for node in model.graph.node if node.op_type not in config.ops]
@@ -27,13 +29,23 @@ def run_nncf(task: Task) -> dict[str, Any]:
         made = nncf.quantize(
             model,
             nncf.Dataset(feeds),
-            subset_size=len(feeds),
+            subset_size=calibration_batches(task, 1),
             model_type=nncf.ModelType.TRANSFORMER if task.transformer else None,
             ignored_scope=nncf.IgnoredScope(patterns=ignored, validate=False) if ignored else None,
             advanced_parameters=_advanced(task),
         )
     onnx.save(made, str(task.out))
     return {}
+
+
+class _Feeds:
+    """The samples, one at a time, read anew each time NNCF goes over them."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return calibration_feeds(self._task, 1)
 
 
 def _advanced(task: Task) -> Any:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime.quantization as ort
-from onnxruntime.quantization.calibrate import save_tensors_data
+from onnxruntime.quantization.calibrate import TensorsData, save_tensors_data
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
+from accel.converters.calibrate import Histograms, collect
+from accel.converters.histogram import value_range
 from accel.converters.quantize import QuantizeFailed, Task, calibration_feeds
+from accel.runtimes.onnx_rounded import elem_types, tensor_types
+from accel.sources.onnx_file import read_proto
+from accel.sources.onnx_weights import read_detached
 
 _BATCH = 4
-
-# Of the histograms: with the library's 128 an outlier can't be told from the values it dwarfs.
-_BINS = 2048
-
-_METHODS = {
-    "minmax": ort.CalibrationMethod.MinMax,
-    "entropy": ort.CalibrationMethod.Entropy,
-    "percentile": ort.CalibrationMethod.Percentile,
-}
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
@@ -73,11 +71,13 @@ def _static(
 ) -> dict[str, Any]:
     """``inputs_only``: quantize what goes into products with constant weights, and nothing else."""
     config = task.config
-    found = _smoothed(task, ops) if inputs_only and task.transformer and config.smooth else {}
+    found = smoothed(task, ops) if inputs_only and task.transformer and config.smooth else {}
     path = _preprocessed(task)
     ranges = path.with_name("ranges.json")
     excluded = list(task.excluded)
     options: dict[str, Any] = {"ActivationSymmetric": symmetric, "WeightSymmetric": True}
+    if not inputs_only:
+        excluded += _around(path, ops, set(excluded))
     if inputs_only:
         excluded += _without_weights(path, ops)
         options["OpTypesToExcludeOutputQuantization"] = list(ops)
@@ -95,23 +95,29 @@ def _static(
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,
-        calibrate_method=_METHODS[config.calibration],
+        calibrate_method=ort.CalibrationMethod.MinMax,  # whatever they come from, ranges are what is handed over
         use_external_data_format=_is_large(task.path),
         extra_options=options,
     )
     if inputs_only:
         _spare_bystanders(task.out, ops, set(excluded))
         found["products_left"] = len(excluded) - len(task.excluded)
+    elif excluded:
+        model = onnx.load(str(task.out), load_external_data=False)
+        _read_originals(model, lambda node: node.name in excluded)
+        onnx.save(model, str(task.out))
     return found
 
 
-def _smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
+def smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
+    """Smooth the model of ``task`` in its file."""
     from accel.converters.onnx_write import write_onnx
     from accel.converters.quantize_smooth import smooth
 
-    model = onnx.load(str(task.path))
+    model = read_detached(task.path)
     excluded = {*task.excluded, *_without_weights(task.path, ops)}
-    count = smooth(model, ops, excluded, calibration_feeds(task, _BATCH), task.config.smooth)
+    kept = task.unfinished and task.unfinished / "channels.npz"
+    count = smooth(model, ops, excluded, partial(calibration_feeds, task, _BATCH), task.config.smooth, kept)
     write_onnx(model, task.path)
     return {"smoothed": count}
 
@@ -123,20 +129,20 @@ def _without_weights(path: Path, ops: tuple[str, ...]) -> list[str]:
     return [n.name for n in graph.node if n.op_type in ops and len(n.input) > 1 and n.input[1] not in constants]
 
 
+def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
+    """What makes the input of a product that stays float, and what reads its result: it would be rounded there."""
+    nodes = onnx.load(str(path), load_external_data=False).graph.node
+    read = {node.input[0] for node in nodes if node.name in excluded and node.op_type in _PRODUCTS}
+    made = {name for node in nodes if node.name in excluded for name in node.output}
+    between = (node for node in nodes if node.op_type in ops and node.op_type not in _PRODUCTS)
+    return [n.name for n in between if not (made.isdisjoint(n.input) and read.isdisjoint(n.output))]
+
+
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
-    """The quantizer gives the quantized tensor to everyone who reads it; a residual beside a product reads the
-    original again, as it would otherwise carry the rounding of every layer on."""
+    """A residual beside a product reads the original again, as it would otherwise carry the rounding of every layer
+    on."""
     model = onnx.load(str(path), load_external_data=False)
-    quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
-    originals = {
-        n.output[0]: quantized[n.input[0]]
-        for n in model.graph.node
-        if n.op_type == "DequantizeLinear" and n.input[0] in quantized
-    }
-    for node in model.graph.node:
-        if node.op_type not in ops or node.name in excluded:
-            for position, name in enumerate(node.input):
-                node.input[position] = originals.get(name, name)
+    originals = _read_originals(model, lambda node: node.op_type not in ops or node.name in excluded)
     for value in model.graph.output:
         if value.name in originals:
             raise QuantizeFailed(
@@ -145,47 +151,61 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
     onnx.save(model, str(path))
 
 
+def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], bool]) -> dict[str, str]:
+    """The quantizer gives a quantized tensor to everyone who reads it. The ``spared`` nodes read what it was made of
+    again; which that is by the name of the dequantized tensor."""
+    quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
+    originals = {
+        n.output[0]: quantized[n.input[0]]
+        for n in model.graph.node
+        if n.op_type == "DequantizeLinear" and n.input[0] in quantized
+    }
+    for node in model.graph.node:
+        if spared(node):
+            for position, name in enumerate(node.input):
+                node.input[position] = originals.get(name, name)
+    return originals
+
+
 def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, symmetric: bool) -> None:
-    """Batch by batch, so that only one batch of activations is in memory, and batches may differ in their shapes."""
+    """The range of every tensor around a node to quantize, as ONNX Runtime's quantizer reads them."""
     config = task.config
-    extra: dict[str, Any] = {"symmetric": symmetric}
-    if config.calibration == "percentile":
-        extra |= {"percentile": config.percentile, "num_bins": _BINS}
-    elif config.calibration == "entropy":
-        extra |= {"num_bins": _BINS, "num_quantized_bins": 128}
-    calibrator = ort.create_calibrator(
-        path,
-        list(ops),
-        augmented_model_path=str(path.with_name("augmented_model.onnx")),
-        calibrate_method=_METHODS[config.calibration],
-        use_external_data_format=_is_large(path),
-        extra_options=extra,
-    )
-    for feeds in calibration_feeds(task, _BATCH):
-        calibrator.collect_data(_Once(feeds))
-    save_tensors_data(calibrator.compute_data(), ranges)
+    model = read_detached(path)
+    histograms = Histograms(model, _tensors(model, ops))
+    collect(histograms, partial(calibration_feeds, task, _BATCH), task.unfinished and task.unfinished / "ranges.npz")
+    found = {}
+    for name, histogram in histograms.found.items():
+        ends = value_range(histogram, config.calibration, percentile=config.percentile, symmetric=symmetric)
+        low, high = np.float32(ends)
+        found[name] = (np.array(low), np.array(high))
+    save_tensors_data(TensorsData(ort.CalibrationMethod.MinMax, found), ranges)
 
 
-class _Once(ort.CalibrationDataReader):  # type: ignore[misc]
-    """One batch, as the calibrator wants to be given it."""
-
-    def __init__(self, feeds: dict[str, np.ndarray]) -> None:
-        self._left: list[dict[str, np.ndarray]] = [feeds]
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return self._left.pop() if self._left else None
+def _tensors(model: onnx.ModelProto, ops: tuple[str, ...]) -> list[str]:
+    """The float32 activations that nodes of these operators read and make."""
+    types = elem_types(tensor_types(model).graph)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    around = (name for node in model.graph.node if node.op_type in ops for name in (*node.input, *node.output))
+    floats = (name for name in around if types.get(name) == onnx.TensorProto.FLOAT and name not in constants)
+    return list(dict.fromkeys(floats))
 
 
 def _preprocessed(task: Task) -> Path:
     """Shapes and types inferred, with ONNX Runtime's symbolic inference where it can; nothing else changed."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
+    if _is_large(task.path):  # the library would hold the weights three times
+        model = read_proto(task.path)
+        known = tensor_types(model).graph.value_info
+        del model.graph.value_info[:]
+        model.graph.value_info.extend(known)
+        inferred.write_bytes(model.SerializeToString())
+        return inferred
     with contextlib.suppress(Exception):
         quant_pre_process(
             str(task.path),
             str(inferred),
             skip_optimization=True,
-            save_as_external_data=_is_large(task.path),
         )
         return inferred
     return task.path

@@ -8,13 +8,16 @@ s_j = max|X_j|^alpha / max|W_j|^(1-alpha).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
+from accel.converters.calibrate import Batches, collect
 from accel.runtimes.onnx_rounded import RoundedModel
+from accel.sources.onnx_weights import weight_array
 
 _SMALLEST = 1e-5
 
@@ -23,11 +26,13 @@ def smooth(
     model: onnx.ModelProto,
     ops: tuple[str, ...],
     excluded: set[str],
-    feeds: Iterable[Mapping[str, np.ndarray]],
+    batches: Batches,
     alpha: float,
+    unfinished: Path | None = None,
 ) -> int:
-    """Rewrite ``model`` in place; how many activations were smoothed. One factor serves all products that read the
-    same activation; it is folded into the layer normalisation before them where nothing else reads that."""
+    """Rewrite ``model`` in place; how many activations were smoothed. ``batches``, ``unfinished``: see ``collect``.
+    One factor serves all products that read the same activation; it is folded into the layer normalisation before them
+    where nothing else reads that."""
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[NodeProto]] = {}
     users: dict[str, int] = {}
@@ -37,7 +42,9 @@ def smooth(
         if node.op_type in ops and node.name not in excluded and _rows_axis(node, weights) is not None:
             readers.setdefault(node.input[0], []).append(node)
     outputs = {value.name for value in model.graph.output}
-    ranges = _channel_ranges(model, list(readers), feeds)
+    channels = _Channels(model, list(readers))
+    collect(channels, batches, unfinished)
+    ranges = {name: value for name, value in channels.largest.items() if np.isfinite(value).all()}
     makers = {n.output[0]: n for n in model.graph.node if n.op_type == "LayerNormalization"}
     done = 0
     for name, largest in ranges.items():
@@ -67,21 +74,27 @@ def _rows_axis(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int 
 def _rows(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> np.ndarray:
     """max|W_j| of each row j."""
     axis = _rows_axis(node, weights)
-    return np.asarray(np.abs(numpy_helper.to_array(weights[node.input[1]])).max(axis=1 - (axis or 0)))
+    return np.asarray(np.abs(weight_array(weights[node.input[1]])).max(axis=1 - (axis or 0)))
 
 
-def _channel_ranges(
-    model: onnx.ModelProto, names: list[str], feeds: Iterable[Mapping[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
-    """max|X_j| over everything that ``feeds`` make of each tensor."""
-    plain = RoundedModel(model)
-    inner = [name for name in names if name in plain.tensors]
-    ranges: dict[str, np.ndarray] = {}
-    for one in feeds:
-        for name, value in plain.run(one, inner).items():
+class _Channels:
+    """max|X_j| over all batches of each tensor, by channel j of its last axis."""
+
+    def __init__(self, model: onnx.ModelProto, names: list[str]) -> None:
+        self._plain = RoundedModel(model)
+        self._inner = [name for name in names if name in self._plain.tensors]
+        self.largest: dict[str, np.ndarray] = {}
+
+    def add(self, feeds: Mapping[str, np.ndarray]) -> None:
+        for name, value in self._plain.run(feeds, self._inner).items():
             largest = np.abs(value).reshape(-1, value.shape[-1]).max(axis=0, initial=0.0)
-            ranges[name] = np.maximum(ranges[name], largest) if name in ranges else largest
-    return {name: value for name, value in ranges.items() if np.isfinite(value).all()}
+            self.largest[name] = np.maximum(self.largest[name], largest) if name in self.largest else largest
+
+    def state(self) -> dict[str, np.ndarray]:
+        return dict(self.largest)
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        self.largest = dict(state)
 
 
 def _factors(largest: np.ndarray, rows: list[np.ndarray], alpha: float) -> np.ndarray | None:
@@ -98,7 +111,7 @@ def _scale_rows(
 ) -> None:
     axis = _rows_axis(node, weights)
     old = weights[node.input[1]]
-    scaled = numpy_helper.to_array(old) * (factors[None, :] if axis == 1 else factors[:, None])
+    scaled = weight_array(old) * (factors[None, :] if axis == 1 else factors[:, None])
     shared = sum(old.name in n.input for n in model.graph.node) > 1
     if not shared:
         old.CopyFrom(numpy_helper.from_array(scaled, old.name))

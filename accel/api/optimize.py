@@ -223,6 +223,7 @@ def optimize(
             "objective": objective,
             "judgement": chosen.judgement.to_json() if chosen.judgement else None,
             "measured": dict(chosen.measured) if chosen.measured else None,
+            **({"mixed": chosen.trajectory.to_json()} if chosen.trajectory else {}),
         }
         published = publish(
             result.artifact,

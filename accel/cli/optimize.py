@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="auto (whatever this machine can run), ort-cpu, openvino, ort-cuda, tensorrt or tensorrt-rtx.",
 )
-@click.option("--precision", multiple=True, help="Only this: fp32, fp16, bf16 or int8. Repeat for several.")
+@click.option(
+    "--precision", multiple=True, help="Only this: fp32, fp16, bf16, int8, int4 (weights) or mixed. Repeatable."
+)
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
 @click.option("--eval-data", type=click.Path(path_type=Path), help="What the metric is computed on; by default --data.")
 @click.option("--metric", help="module:function or file.py:function, f(outputs, data) -> float, higher is better.")

@@ -12,6 +12,7 @@ from accel.cache import StageCache
 from accel.errors import AccelError, CannotWrite, UnsupportedHere, UsageError
 from accel.optimizer.budget import Budget
 from accel.optimizer.judge import Judge, Judgement
+from accel.optimizer.mixed_precision import Trajectory, assign
 from accel.optimizer.recipes import NotTried, Recipe
 from accel.progress import report
 from accel.stage import run_stage
@@ -37,6 +38,7 @@ class CandidateResult:
     runtime: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     base: str = ""
+    trajectory: Trajectory | None = None  # of the search for the layers that stay float
     missed_final: bool = False  # a short measurement was enough to leave it
     unsupported: bool = False  # it was refused for what was asked, not for what came out
 
@@ -52,6 +54,7 @@ class CandidateResult:
             "megabytes": self.megabytes,
             "judgement": self.judgement.to_json() if self.judgement else None,
             "measured": dict(self.measured) if self.measured else None,
+            **({"mixed": self.trajectory.to_json()} if self.trajectory else {}),
         }
 
     def missed(self, reason: str) -> None:
@@ -85,6 +88,12 @@ def attempt(
     last_runnable = src
     share = _BUILDING if recipe.runnable else 1.0
     try:
+        if recipe.search:
+            if budget.over(share):
+                row.missed(budget.reason("its precisions were searched"))
+                return row
+            recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache)
+            row.recipe, row.options = recipe, dict(recipe.options)
         for stage, config, limit in recipe.stages:
             if budget.over(share):
                 row.missed(budget.reason(f"its stage {stage}"))

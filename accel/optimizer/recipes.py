@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,14 @@ STAGE_LIMITS = {
     "bf16": 1e-1,
     "fp16-in-int8": 1e-1,
     "int8": 1.0,
+    "int4": 1.0,
 }
 
+# Products with this many weights are read from memory at every run: below it the caches hold them.
+_LARGE_WEIGHTS = 25_000_000
+
 # What a GPU is known to run fastest, most likely first: the order of the candidates where nothing can be measured.
-UNMEASURED_ORDER = ("fp16", "int8", "bf16", "fp32")
+UNMEASURED_ORDER = ("fp16", "int8", "mixed", "bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,7 @@ class Recipe:
     precision: str
     stages: tuple[tuple[str, StageConfig, float], ...]
     options: dict[str, Any] = field(default_factory=dict)
+    search: bool = False  # which layers it quantizes is still to be found: see mixed_precision
 
     @property
     def runnable(self) -> bool:
@@ -73,7 +78,9 @@ def likelihood(recipe: Recipe) -> tuple[int, int]:
     """A key that sorts candidates by how likely they are the fastest, the likeliest first."""
     if not recipe.runnable:
         return UNMEASURED_ORDER.index(recipe.precision), 0
-    return ("int8", "bf16", "fp16", "fp32").index(recipe.precision), int(recipe.target.name == "ort-cpu")
+    return ("int8", "mixed", "int4", "bf16", "fp16", "fp32").index(recipe.precision), int(
+        recipe.target.name == "ort-cpu"
+    )
 
 
 def targets_for(name: str) -> tuple[Target, ...]:
@@ -105,10 +112,10 @@ def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTrie
     made: list[Recipe] = []
     left_out: list[NotTried] = []
     for target in request.targets:
-        wanted = request.precisions or target.precisions
+        wanted = request.precisions or (*target.precisions, *_weight_only(src, target))
         for precision in wanted:
             name = f"{target.name} {precision}"
-            if precision not in target.precisions:
+            if not _has(target, precision):
                 if len(request.targets) == 1:
                     raise UnsupportedHere(
                         f"target {target.name} has no {precision}; it has {', '.join(target.precisions)}"
@@ -125,19 +132,39 @@ def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTrie
     return made, left_out
 
 
+def _has(target: Target, precision: str) -> bool:
+    if precision == "int4":
+        return target.qdq in ("ort-cpu", "openvino") and not target.needs_gpu
+    return precision in target.precisions or (precision == "mixed" and "int8" in target.precisions)
+
+
+def _weight_only(src: Artifact, target: Target) -> tuple[str, ...]:
+    """int4, where most of what the model reads are the weights of products, and no cache holds them."""
+    return ("int4",) if _has(target, "int4") and _large_products(src) else ()
+
+
+def _large_products(src: Artifact) -> bool:
+    from accel.converters.quantize_weights import product_weights
+    from accel.sources.onnx_file import read_proto
+
+    return sum(size for _, size in product_weights(read_proto(src.path))) >= _LARGE_WEIGHTS
+
+
 def _impossible(src: Artifact, target: Target, precision: str, request: Request) -> str | None:
     own = src.properties.get("precision", "fp32")
-    if own == "int8" and precision != "int8":
-        return "the source is int8 already"
+    if own in ("int8", "int4") and precision != own:
+        return f"the source is {own} already"
     if own in ("fp16", "bf16") and precision != own:
         return f"the source is {own} already; start from its fp32 form"
     if precision == "int8" and own != "int8" and request.data is None and target.name != "ort-cpu":
         return "int8 needs data to calibrate on; pass --data"
+    if precision == "mixed" and request.data is None:
+        return "finding the layers that need more than int8 needs data; pass --data"
     if precision == "bf16" and target.name == "openvino" and not _cpu_has_bf16():
         return "this CPU has no bf16 instructions"
     if request.kernels and target.kind == "openvino":
         return "OpenVINO doesn't take accel's fused operators; leave --kernels out"
-    if request.kernels and precision == "int8":
+    if request.kernels and precision in ("int8", "int4", "mixed"):
         return "quantized products have scales between them that --kernels doesn't fuse; leave it out"
     return None
 
@@ -147,6 +174,8 @@ def _cpu_has_bf16() -> bool:
 
 
 def _variants(src: Artifact, target: Target, precision: str, request: Request) -> list[Recipe]:
+    if precision == "mixed":
+        return _searched(src, target, request)
     options: dict[str, Any] = {"threads": request.threads}
     name = f"{target.name} {precision}"
     head = [*_in_range(src, target), *_simplify(src)]
@@ -158,7 +187,8 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
             if steps or target.runtime != "onnxruntime"  # nothing done to it: that is the source itself
         ]
     if target.kind == "openvino":
-        steps = [*head, *_quantized(src, target, precision, request), _openvino(precision)]
+        quantized = _quantized(src, target, precision, request) or _weights(src, target, precision)
+        steps = [*head, *quantized, _openvino(precision)]
         in_bf16 = options | {"precision": "bf16"}
         forms = [(name, in_bf16 if precision == "bf16" else options)]
         if precision == "int8" and _cpu_has_bf16():  # what isn't quantized can still be had in bf16
@@ -168,6 +198,19 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
         steps.append(_engine(target, request))
         forms = [(name, options)]
     return [Recipe(name=n, target=target, precision=precision, stages=tuple(steps), options=o) for n, o in forms]
+
+
+def _searched(src: Artifact, target: Target, request: Request) -> list[Recipe]:
+    """The calibrated int8 candidates, as the start of a search for the layers that need more."""
+    found = []
+    for recipe in _variants(src, target, "int8", request):
+        static = any(
+            name == "quantize" and getattr(config, "mode", "") == "static" for name, config, _ in recipe.stages
+        )
+        if static:
+            name = recipe.name.replace(" int8", " mixed").removesuffix(" static")
+            found.append(replace(recipe, name=name, precision="mixed", search=True))
+    return found
 
 
 Step = tuple[str, StageConfig, float]
@@ -198,6 +241,8 @@ def _onnx_variants(src: Artifact, target: Target, precision: str, request: Reque
     name = f"{target.name} {precision}"
     if precision in ("fp16", "bf16"):
         return [(name, [*_typed(src, target, precision, request), *_fused(src, precision, request)])]
+    if precision == "int4":
+        return [(name, _weights(src, target, precision))]
     if precision != "int8" or src.properties.get("precision") == "int8":
         return [(name, _fused(src, precision, request))]
     found: list[tuple[str, list[Step]]] = []
@@ -206,7 +251,19 @@ def _onnx_variants(src: Artifact, target: Target, precision: str, request: Reque
     if target.name == "ort-cpu":
         dynamic = QuantizeConfig(form=target.qdq, mode="dynamic")
         found.append((f"{name} dynamic", [("quantize", dynamic, STAGE_LIMITS["int8"])]))
+        if _large_products(src):
+            found.append((f"{name} weights", _weights(src, target, precision)))
     return found
+
+
+def _weights(src: Artifact, target: Target, precision: str) -> list[Step]:
+    """Only the weights of large products in 8 or 4 bits; nothing where the source has such weights already."""
+    from accel.converters.quantize import QuantizeConfig
+
+    if precision not in ("int8", "int4") or src.properties.get("precision") in ("int8", "int4"):
+        return []
+    config = QuantizeConfig(form=target.qdq, mode=f"{precision}-weights")
+    return [("quantize", config, STAGE_LIMITS[precision])]
 
 
 def _quantized(src: Artifact, target: Target, precision: str, request: Request) -> list[Step]:
@@ -247,7 +304,11 @@ def _openvino(precision: str) -> Step:
     from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
 
     # An int8 graph runs in other kernels with other rounding than the one it is compared with.
-    return "openvino_from_onnx", OpenVinoFromOnnxConfig(), STAGE_LIMITS["int8" if precision == "int8" else "fp32"]
+    return (
+        "openvino_from_onnx",
+        OpenVinoFromOnnxConfig(),
+        STAGE_LIMITS[precision if precision in ("int8", "int4") else "fp32"],
+    )
 
 
 def _engine(target: Target, request: Request) -> Step:

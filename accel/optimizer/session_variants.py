@@ -28,6 +28,7 @@ def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_thr
             megabytes=row.megabytes,
             artifact=row.artifact,
             recipe=row.recipe,
+            trajectory=row.trajectory,
             runtime=row.runtime,
             options={**row.options, **change},
             base=row.name,

@@ -161,91 +161,31 @@ class Runtime:
         return getattr(importlib.import_module(module), name)(artifact, options)  # type: ignore[no-any-return]
 
 
-# In the order accel.load tries them for a kind.
+# In the order accel.load tries them for a kind: name, session (in accel.runtimes), kind, module, extra, needs a GPU.
+_TABLE: tuple[tuple[str, str, str, str, str | None, bool], ...] = (
+    ("torch", "torch_eager:TorchSession", "torch", "torch", None, False),
+    ("torch-compile", "torch_compile:TorchCompileSession", "torch", "torch", None, False),
+    ("tensorflow", "tensorflow:TensorFlowSession", "tensorflow", "tensorflow", "tensorflow", False),
+    ("tflite", "tensorflow:TensorFlowSession", "tflite", "tensorflow", "tensorflow", False),
+    ("onnxruntime", "onnxruntime:OnnxRuntimeSession", "onnx", "onnxruntime", None, False),
+    ("onnxruntime-cuda", "onnxruntime:OnnxRuntimeCudaSession", "onnx", "onnxruntime", "cuda", True),
+    ("onnx-rounded", "onnx_rounded:RoundedSession", "onnx", "onnxruntime", None, False),
+    ("openvino", "openvino:OpenVinoSession", "openvino", "openvino", "openvino", False),
+    ("ncnn", "ncnn:NcnnSession", "ncnn", "ncnn", "ncnn", False),
+    ("tensorrt", "tensorrt:TensorRTSession", "engine", "tensorrt", "tensorrt", True),
+    ("tensorrt-rtx", "tensorrt:TensorRTSession", "engine", "tensorrt_rtx_bindings", "tensorrt-rtx", True),
+)
+
 RUNTIMES: dict[str, Runtime] = {
-    r.name: r
-    for r in (
-        Runtime(
-            name="torch",
-            session="accel.runtimes.torch_eager:TorchSession",
-            kinds=("torch",),
-            module="torch",
-            extra=None,
-        ),
-        Runtime(
-            name="torch-compile",
-            session="accel.runtimes.torch_compile:TorchCompileSession",
-            kinds=("torch",),
-            module="torch",
-            extra=None,
-        ),
-        Runtime(
-            name="tensorflow",
-            session="accel.runtimes.tensorflow:TensorFlowSession",
-            kinds=("tensorflow",),
-            module="tensorflow",
-            extra="tensorflow",
-        ),
-        Runtime(
-            name="tflite",
-            session="accel.runtimes.tensorflow:TensorFlowSession",
-            kinds=("tflite",),
-            module="tensorflow",
-            extra="tensorflow",
-        ),
-        Runtime(
-            name="onnxruntime",
-            session="accel.runtimes.onnxruntime:OnnxRuntimeSession",
-            kinds=("onnx",),
-            module="onnxruntime",
-            extra=None,
-        ),
-        Runtime(
-            name="onnxruntime-cuda",
-            session="accel.runtimes.onnxruntime:OnnxRuntimeCudaSession",
-            kinds=("onnx",),
-            module="onnxruntime",
-            extra="cuda",
-            needs_gpu=True,
-        ),
-        Runtime(
-            name="onnx-rounded",
-            session="accel.runtimes.onnx_rounded:RoundedSession",
-            kinds=("onnx",),
-            module="onnxruntime",
-            extra=None,
-        ),
-        Runtime(
-            name="openvino",
-            session="accel.runtimes.openvino:OpenVinoSession",
-            kinds=("openvino",),
-            module="openvino",
-            extra="openvino",
-        ),
-        Runtime(
-            name="ncnn",
-            session="accel.runtimes.ncnn:NcnnSession",
-            kinds=("ncnn",),
-            module="ncnn",
-            extra="ncnn",
-        ),
-        Runtime(
-            name="tensorrt",
-            session="accel.runtimes.tensorrt:TensorRTSession",
-            kinds=("engine",),
-            module="tensorrt",
-            extra="tensorrt",
-            needs_gpu=True,
-        ),
-        Runtime(
-            name="tensorrt-rtx",
-            session="accel.runtimes.tensorrt:TensorRTSession",
-            kinds=("engine",),
-            module="tensorrt_rtx_bindings",
-            extra="tensorrt-rtx",
-            needs_gpu=True,
-        ),
+    name: Runtime(
+        name=name,
+        session=f"accel.runtimes.{session}",
+        kinds=(kind,),
+        module=module,
+        extra=extra,
+        needs_gpu=needs_gpu,
     )
+    for name, session, kind, module, extra, needs_gpu in _TABLE
 }
 
 

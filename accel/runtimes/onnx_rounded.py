@@ -9,7 +9,8 @@ cores. A model without 16-bit floats runs as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from onnx import TensorProto, numpy_helper
 from accel.artifact import Artifact
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
+from accel.sources.onnx_weights import detached_bytes, read_detached, weight_array
 
 LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
@@ -47,6 +49,9 @@ _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "prec
 # Larger constants are handed to ONNX Runtime as arrays: a protobuf message ends at 2 GB, and copying them costs time.
 _INLINE_ELEMENTS = 1024
 
+# More weights than this are not packed for the products, which would hold them twice.
+_LARGE_BYTES = 1 << 30
+
 
 class RoundedModel:
     """A model in memory, loaded to run with real rounding; ``model`` is left as it is.
@@ -57,6 +62,7 @@ class RoundedModel:
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
         self._threads = threads
         self.twin, self._arrays, self.types = _twin(inlined(model))
+        self._large = detached_bytes(model) > _LARGE_BYTES
         self.outputs = tuple(value.name for value in self.twin.graph.output)
         known = set(self.types)
         self.tensors = tuple(name for node in self.twin.graph.node for name in node.output if name and name in known)
@@ -84,6 +90,8 @@ class RoundedModel:
         options.intra_op_num_threads = self._threads
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if self._large:
+            options.add_session_config_entry("session.disable_prepacking", "1")
         if self._arrays:
             options.add_external_initializers(list(self._arrays), list(self._arrays.values()))
         own = len(self.twin.graph.output)
@@ -99,10 +107,8 @@ class RoundedSession(BaseSession):
     """fp16 and bf16 models as the hardware they are for would round them; others as they are, unoptimised."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
-        from accel.sources.onnx_file import read_proto
-
         super().__init__(artifact, options)
-        self._model = RoundedModel(read_proto(artifact.path, weights=True), threads=options.threads)
+        self._model = RoundedModel(read_detached(artifact.path), threads=options.threads)
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -164,6 +170,39 @@ def tensor_types(model: onnx.ModelProto) -> onnx.ModelProto:
     return found
 
 
+def in_chunks(model: onnx.ModelProto, names: Sequence[str], feeds: Feeds, limit: int) -> Iterator[list[str]]:
+    """``names`` in groups whose tensors take at most ``limit`` bytes together, at the shapes of ``feeds``."""
+    sizes = _sizes(model, feeds)
+    unknown = max(sizes.values(), default=4)
+    group: list[str] = []
+    used = 0
+    for name in names:
+        size = sizes.get(name, unknown)
+        if group and used + size > limit:
+            yield group
+            group, used = [], 0
+        group.append(name)
+        used += size
+    if group:
+        yield group
+
+
+def _sizes(model: onnx.ModelProto, feeds: Feeds) -> dict[str, int]:
+    """The bytes of each inner tensor whose shape follows from that of the inputs."""
+    light = without_weights(model)
+    del light.graph.value_info[:]
+    for value in light.graph.input:
+        if value.name in feeds:
+            for dim, size in zip(value.type.tensor_type.shape.dim, feeds[value.name].shape, strict=True):
+                dim.dim_value = size
+    for value in light.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    shapes = {v.name: v.type.tensor_type.shape for v in (*found.value_info, *found.output)}
+    known = {n: s.dim for n, s in shapes.items() if all(d.HasField("dim_value") for d in s.dim)}
+    return {name: 4 * math.prod(d.dim_value for d in dims) for name, dims in known.items()}
+
+
 def elem_types(graph: onnx.GraphProto) -> dict[str, int]:
     """The dtypes of the tensors that a graph declares; ``value_info`` has to be filled."""
     types = {t.name: int(t.data_type) for t in graph.initializer}
@@ -174,10 +213,7 @@ def elem_types(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def _elements(tensor: TensorProto) -> int:
-    count = 1
-    for dim in tensor.dims:
-        count *= int(dim)
-    return count
+    return math.prod(tensor.dims)
 
 
 def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
@@ -194,7 +230,7 @@ def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict
             continue
         place = places[tensor.name]
         if tensor.data_type in _NATIVE or tensor.data_type in LOW:
-            value = np.ascontiguousarray(as_float32(numpy_helper.to_array(tensor)))
+            value = np.ascontiguousarray(as_float32(weight_array(tensor)))
             arrays[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(value)
             place.data_location = TensorProto.EXTERNAL
             place.external_data.add(key="location", value="given")

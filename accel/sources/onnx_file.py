@@ -16,6 +16,11 @@ from accel.signature import Dim, DimRange, Signature, TensorSpec
 if TYPE_CHECKING:
     import onnx
 
+_QUANTIZED_OPS = frozenset(
+    {
+        "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearMatMul", "QuantizeLinear",
+    }
+)  # fmt: skip
 _PRECISIONS = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -65,8 +70,8 @@ def opset_of(model: onnx.ModelProto) -> int:
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     """What the file itself declares: its signature (dims unnamed in the file get ``<tensor>_<axis>``), opset, IR and
-    precision (``int8`` where it holds QDQ or integer matrix products, else what its floats are), and which float
-    dtypes occur in it."""
+    precision (``int4`` or ``int8`` where it holds such weights, QDQ or integer products, else what its floats are), and
+    which float dtypes occur in it."""
     return describe_model(read_proto(path))
 
 
@@ -127,7 +132,12 @@ def _precision(model: onnx.ModelProto) -> str:
     from onnx import TensorProto
 
     ops = {node.op_type for node in model.graph.node}
-    if ops & {"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "DynamicQuantizeLinear", "QLinearMatMul"}:
+    four = any(
+        a.name == "bits" and a.i == 4 for n in model.graph.node if n.op_type == "MatMulNBits" for a in n.attribute
+    )
+    if four or any(t.data_type in (TensorProto.INT4, TensorProto.UINT4) for t in model.graph.initializer):
+        return "int4"
+    if ops & _QUANTIZED_OPS:
         return "int8"
     sizes: dict[str, int] = {}
     for tensor in model.graph.initializer:

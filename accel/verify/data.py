@@ -35,14 +35,7 @@ class Dataset:
         Nothing is unpickled. What somebody still holds is handed out again, unless a file has changed: a run reads its
         data once for all its gates.
         """
-        if path.is_dir():
-            files = sorted(path.glob("*.npz"))
-            if not files:
-                raise BadData(f"{path} holds no .npz file; save one array per input with numpy.savez")
-        elif path.is_file():
-            files = [path]
-        else:
-            raise BadData(f"{path} does not exist; check --data")
+        files = data_files(path)
         seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         what = signature.to_json()
         key = canonical_json([str(path), seen, what["inputs"], what["dims"]])
@@ -58,7 +51,7 @@ class Dataset:
     def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
         """Feeds of at most ``size`` samples (exactly the model's own batch where it is fixed), ``limit`` samples in
         all. A last batch that a fixed model can't take is left out."""
-        fixed = self._fixed_batch()
+        fixed = self.signature.fixed_batch
         step = fixed or size
         left = len(self) if limit is None else limit
         for part in self.parts:
@@ -97,10 +90,17 @@ class Dataset:
                     found.setdefault(name, []).append(value)
         return {name: values[0] if len(values) == 1 else np.concatenate(values) for name, values in found.items()}
 
-    def _fixed_batch(self) -> int | None:
-        dims = {spec.shape[0] for spec in self.signature.inputs if spec.shape}
-        sizes = [d for d in dims if isinstance(d, int)]
-        return sizes[0] if sizes else None
+
+def data_files(path: Path) -> list[Path]:
+    """The .npz files that ``path`` stands for, in order; ``BadData`` where there is none."""
+    if path.is_dir():
+        files = sorted(path.glob("*.npz"))
+        if not files:
+            raise BadData(f"{path} holds no .npz file; save one array per input with numpy.savez")
+        return files
+    if not path.is_file():
+        raise BadData(f"{path} does not exist; check --data")
+    return [path]
 
 
 # By what they were read from and as what.
@@ -172,7 +172,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
         if spec.name not in arrays:
             has = ", ".join(arrays) or "nothing"
             raise BadData(f"{file} has no array {spec.name!r} (it has {has}); name the arrays like the model's inputs")
-        arrays[spec.name] = _fitting(file, arrays[spec.name], spec.name, signature)
+        arrays[spec.name] = fitting(file, arrays[spec.name], spec.name, signature)
         if len(arrays[spec.name]) != len(arrays[first]):
             raise BadData(
                 f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, {first!r} has {len(arrays[first])}"
@@ -182,7 +182,9 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _fitting(file: Path, value: np.ndarray, name: str, signature: Signature) -> np.ndarray:
+def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, start: int = 0) -> np.ndarray:
+    """``value``, the samples from ``start`` on of the input ``name``, in the dtype the model takes; ``BadData`` where
+    shape, dtype or numbers are none that it takes."""
     import numpy as np
 
     spec = signature.input(name)
@@ -200,7 +202,9 @@ def _fitting(file: Path, value: np.ndarray, name: str, signature: Signature) -> 
     wanted = numpy_dtype(spec.dtype)
     if value.dtype.kind == "f" and not np.isfinite(value).all():
         rows = sorted({int(i) for i in np.argwhere(~np.isfinite(value))[:, 0]})
-        raise BadData(f"{file}: {name!r} holds NaN or infinity in sample {rows[0]} ({len(rows)} in all); remove them")
+        raise BadData(
+            f"{file}: {name!r} holds NaN or infinity in sample {start + rows[0]} ({len(rows)} in all); remove them"
+        )
     if value.dtype == wanted:
         return value
     # The same kind of number in another width is what numpy makes by default (int32, float64): taken where it fits.

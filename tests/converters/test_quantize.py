@@ -273,7 +273,7 @@ def test_data_that_does_not_fit_stops_before_any_work(tmp_path: Path, monkeypatc
     """Fails if NaN reaches the calibrator, or a child is started first."""
     src = conv_net(tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", x=np.full((4, 3, 16, 16), np.nan, np.float32))
-    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(module, "run_task", lambda *_: pytest.fail("started"))
     with pytest.raises(BadData, match="NaN"):
         quantize(src, QuantizeConfig(data=tmp_path / "d.npz"), tmp_path / "o.onnx")
 

@@ -1,0 +1,138 @@
+"""Weights that stay in their file: how a stage works on a model that is larger than what it may hold in memory.
+
+``read_detached`` reads a model of more than ``DETACHED_BYTES`` of external data without its large tensors. Such a
+tensor names its file by an absolute path, which no file that is written ever does. What it holds is read with
+``weight_array``, which maps the file; ``write_onnx`` copies it piece by piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.sources.onnx_file import external_files, read_proto
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+
+DETACHED_BYTES = 128 << 20
+
+# Smaller tensors come along: rules and shape inference look at their values.
+_SMALL_BYTES = 1 << 16
+
+_PIECE = 1 << 24  # numbers
+
+# What a detached tensor's numbers are in the file, where that isn't what the tensor is to hold.
+_STORED_AS = "stored_as"
+
+
+def read_detached(path: Path) -> onnx.ModelProto:
+    """The model in ``path`` with its weights: in it, or detached where they are many. ``InvalidModel`` as
+    ``read_proto``."""
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+    model = read_proto(path)
+    files = [path.with_name(name) for name in external_files(model)]
+    if sum(file.stat().st_size for file in files if file.is_file()) <= DETACHED_BYTES:
+        return read_proto(path, weights=True)
+    for tensor in model.graph.initializer:
+        if not uses_external_data(tensor):
+            continue
+        if _wide(tensor) and _bytes(tensor) > _SMALL_BYTES:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = str(path.with_name(entry.value).absolute())
+        else:
+            load_external_data_for_tensor(tensor, str(path.parent))
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+    return model
+
+
+def _wide(tensor: onnx.TensorProto) -> bool:
+    """Whether numpy can map it: a byte or more a number."""
+    from onnx import TensorProto
+
+    return tensor.data_type not in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    from onnx import helper
+
+    return math.prod(tensor.dims) * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def is_detached(tensor: onnx.TensorProto) -> bool:
+    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    return Path(location).is_absolute()
+
+
+def detached_bytes(model: onnx.ModelProto) -> int:
+    """How many bytes of weights lie outside ``model``."""
+    return sum(_bytes(tensor) for tensor in model.graph.initializer if is_detached(tensor))
+
+
+def weight_array(tensor: onnx.TensorProto) -> np.ndarray:
+    """The numbers of a tensor, detached or not. Of a detached one that is kept as it is, a view of its file."""
+    import numpy as np
+    from onnx import helper, numpy_helper
+
+    if not is_detached(tensor):
+        return np.asarray(numpy_helper.to_array(tensor))
+    mapped = _mapped(tensor)
+    kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return mapped if mapped.dtype == kind else rounded(mapped, kind)
+
+
+def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.TensorProto:
+    """A detached float32 tensor as another one, called ``name``, that holds 16-bit floats once it is read."""
+    import onnx
+
+    made = onnx.TensorProto()
+    made.CopyFrom(tensor)
+    made.name = name
+    made.data_type = data_type
+    made.external_data.add(key=_STORED_AS, value=str(tensor.data_type))
+    return made
+
+
+def attach(tensor: onnx.TensorProto) -> None:
+    """Read what a detached tensor holds into it."""
+    raw = b"".join(raw_pieces(tensor))
+    tensor.ClearField("external_data")
+    tensor.ClearField("data_location")
+    tensor.raw_data = raw
+
+
+def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
+    """What a detached tensor holds, as the bytes of a file."""
+    from onnx import helper
+
+    flat = _mapped(tensor).reshape(-1)
+    kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    for start in range(0, flat.size, _PIECE):
+        piece = flat[start : start + _PIECE]
+        yield (piece if piece.dtype == kind else rounded(piece, kind)).tobytes()
+
+
+def _mapped(tensor: onnx.TensorProto) -> np.ndarray:
+    import numpy as np
+    from onnx import helper
+
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    kind = helper.tensor_dtype_to_np_dtype(int(entries.get(_STORED_AS, tensor.data_type)))
+    offset = int(entries.get("offset") or 0)
+    return np.memmap(entries["location"], kind, "r", offset, tuple(tensor.dims))
+
+
+def rounded(value: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
+    """``value`` in a 16-bit float format. What is finite stays finite: a mask of -1e9 becomes the lowest number."""
+    import ml_dtypes
+    import numpy as np
+
+    top = float(ml_dtypes.finfo(kind).max)
+    bounded = np.where(np.isfinite(value), np.clip(value, -top, top), value)
+    return bounded.astype(kind)

@@ -1,0 +1,170 @@
+"""The user's data a batch at a time: what calibration reads, however many samples there are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from accel.errors import BadData
+from accel.signature import Signature
+from accel.verify.data import data_files, fitting
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """The same batches as ``Dataset.batches`` gives, of which one is in memory. (An array in Fortran order is read
+    whole: its samples don't lie one after the other.)"""
+
+    path: Path
+    signature: Signature
+
+    def __len__(self) -> int:
+        """How many samples there are, from the headers. ``BadData`` where a file can't be read or lacks an input."""
+        return sum(self._count(file) for file in data_files(self.path))
+
+    def batches(self, size: int, limit: int | None = None, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
+        """Feeds of at most ``size`` samples (exactly the model's own batch where it is fixed), ``limit`` samples in
+        all, without the first ``skip`` batches. ``BadData`` for samples that don't fit the signature, or hold NaN."""
+        number = 0
+        for file, group in itertools.groupby(self._plan(size, limit), key=lambda entry: entry[0]):
+            with closing(_Opened(file, self.signature)) as opened:
+                for _, start, take in group:
+                    if number < skip:
+                        opened.pass_over(take)
+                    else:
+                        yield opened.read(take, start)
+                    number += 1
+
+    def batch_count(self, size: int, limit: int | None = None) -> int:
+        return len(self._plan(size, limit))
+
+    def _plan(self, size: int, limit: int | None) -> list[tuple[Path, int, int]]:
+        """(file, first sample, how many) of each batch."""
+        fixed = self.signature.fixed_batch
+        step = fixed or size
+        left = len(self) if limit is None else limit
+        found = []
+        for file in data_files(self.path):
+            count = self._count(file)
+            for start in range(0, count, step):
+                take = min(step, left, count - start)
+                if take <= 0 or (fixed and take < fixed):
+                    break
+                found.append((file, start, take))
+                left -= take
+        return found
+
+    def _count(self, file: Path) -> int:
+        with closing(_Opened(file, self.signature)) as opened:
+            return len(opened)
+
+
+class _Opened:
+    """The arrays of one file, each read from its beginning on."""
+
+    def __init__(self, file: Path, signature: Signature) -> None:
+        self._file = file
+        self._signature = signature
+        self._stack = ExitStack()
+        self._members: dict[str, _Member] = {}
+        try:
+            self._open()
+            self._check_counts()
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
+            self.close()
+            raise _unreadable(file, error) from error
+        except BadData:
+            self.close()
+            raise
+
+    def _check_counts(self) -> None:
+        first = self._signature.inputs[0].name
+        for name, member in self._members.items():
+            if len(member) != len(self):
+                raise BadData(f"{self._file}: {name!r} has {len(member)} samples, {first!r} has {len(self)}")
+        if not len(self):
+            raise BadData(f"{self._file} holds no samples; save at least one")
+
+    def _open(self) -> None:
+        archive = self._stack.enter_context(zipfile.ZipFile(self._file))
+        names = {name.removesuffix(".npy") for name in archive.namelist()}
+        for spec in self._signature.inputs:
+            if spec.name not in names:
+                has = ", ".join(sorted(names)) or "nothing"
+                raise BadData(
+                    f"{self._file} has no array {spec.name!r} (it has {has}); name the arrays like the model's inputs"
+                )
+            stream = self._stack.enter_context(archive.open(f"{spec.name}.npy"))
+            self._members[spec.name] = _Member(stream)
+
+    def __len__(self) -> int:
+        return len(self._members[self._signature.inputs[0].name])
+
+    def read(self, count: int, start: int) -> dict[str, np.ndarray]:
+        try:
+            arrays = {name: member.read(count) for name, member in self._members.items()}
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
+            raise _unreadable(self._file, error) from error
+        return {name: fitting(self._file, value, name, self._signature, start) for name, value in arrays.items()}
+
+    def pass_over(self, count: int) -> None:
+        for member in self._members.values():
+            member.pass_over(count)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class _Member:
+    """One array of an .npz file, from its first sample on."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        from numpy.lib import format as npy
+
+        self._stream = stream
+        version = npy.read_magic(stream)
+        read_header: Any = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        self._shape, fortran, self._dtype = read_header(stream)
+        if self._dtype.hasobject:
+            raise ValueError("it holds pickled objects")
+        self._whole: np.ndarray | None = None
+        if fortran and len(self._shape) > 1:
+            flat = self._take(math.prod(self._shape))
+            self._whole = flat.reshape(self._shape, order="F")
+        self._at = 0
+
+    def __len__(self) -> int:
+        return int(self._shape[0]) if self._shape else 0
+
+    def read(self, count: int) -> np.ndarray:
+        self._at += count
+        if self._whole is not None:
+            return self._whole[self._at - count : self._at]
+        return self._take(count * math.prod(self._shape[1:])).reshape(count, *self._shape[1:])
+
+    def pass_over(self, count: int) -> None:
+        self._at += count
+        if self._whole is None:
+            self._stream.seek(count * math.prod(self._shape[1:]) * self._dtype.itemsize, 1)
+
+    def _take(self, values: int) -> np.ndarray:
+        import numpy as np
+
+        body = self._stream.read(values * self._dtype.itemsize)
+        if len(body) < values * self._dtype.itemsize:
+            raise EOFError("it ends before its last sample")
+        return np.frombuffer(body, self._dtype)
+
+
+def _unreadable(file: Path, error: Exception) -> BadData:
+    reason = " ".join(str(error).split())[:120]
+    return BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez")

@@ -1,0 +1,109 @@
+"""What values the tensors of a model take on real data, batch by batch, in memory that doesn't grow with the samples.
+
+What has been seen is written down from time to time, so that a calibration that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import onnx
+
+from accel.artifact import beside
+from accel.converters.histogram import BINS, Histogram
+from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
+
+if TYPE_CHECKING:
+    Feeds = Mapping[str, np.ndarray]
+
+# ``feeds(skip)``: the batches, without the first ``skip``.
+Batches = Callable[[int], Iterator["Feeds"]]
+
+_SAVE_SECONDS = 10.0
+
+# How many bytes of activations are fetched in one run of the model.
+_CHUNK_BYTES = 1 << 29
+
+
+class Collector(Protocol):
+    """Something that is learned batch by batch. ``state`` and ``restore``: all of it, as arrays."""
+
+    def add(self, feeds: Feeds) -> None: ...
+
+    def state(self) -> dict[str, np.ndarray]: ...
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None: ...
+
+
+def collect(collector: Collector, batches: Batches, unfinished: Path | None = None) -> None:
+    """Give ``collector`` every batch. With ``unfinished``, a file, what it knows is kept there every ten seconds, and a
+    run that finds the file goes on after the batch it was written at."""
+    done = _resume(collector, unfinished)
+    saved = time.monotonic()
+    for feeds in batches(done):
+        collector.add(feeds)
+        done += 1
+        if unfinished is not None and time.monotonic() - saved >= _SAVE_SECONDS:
+            _save(collector, done, unfinished)
+            saved = time.monotonic()
+
+
+def _save(collector: Collector, done: int, path: Path) -> None:
+    arrays: dict[str, Any] = {"done": np.array(done), **collector.state()}
+    with beside(path) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, **arrays)
+
+
+def _resume(collector: Collector, path: Path | None) -> int:
+    """How many batches ``collector`` now knows. A file that can't be read whole (zip sums are checked) is ignored."""
+    if path is None or not path.is_file():
+        return 0
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            state = {name: archive[name] for name in archive.files}
+        done = int(state.pop("done"))
+        collector.restore(state)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return 0
+    return done
+
+
+class Histograms:
+    """A histogram of each named tensor of ``model``: inputs, and what its nodes make."""
+
+    def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
+        self._model = model
+        self._plain = RoundedModel(model)
+        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # by the shapes of the feeds
+        made = set(self._plain.tensors)
+        self._inner = [name for name in names if name in made]
+        self.found = {name: Histogram() for name in names}
+
+    def add(self, feeds: Feeds) -> None:
+        for name in self.found.keys() & feeds.keys():
+            self.found[name].add(feeds[name])
+        shapes = tuple(value.shape for value in feeds.values())
+        if shapes not in self._chunks:
+            self._chunks[shapes] = list(in_chunks(self._model, self._inner, feeds, _CHUNK_BYTES))
+        for names in self._chunks[shapes]:
+            for name, value in self._plain.run(feeds, names).items():
+                self.found[name].add(value)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {
+            "names": np.array(list(self.found)),
+            "counts": np.stack([h.counts for h in self.found.values()]),
+            "rows": np.stack([h.to_row() for h in self.found.values()]),
+        }
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        counts, rows = state["counts"], state["rows"]
+        if list(state["names"]) != list(self.found) or counts.shape != (len(self.found), BINS):
+            raise ValueError("it belongs to another model")
+        for index, name in enumerate(self.found):
+            self.found[name] = Histogram.from_row(counts[index], rows[index])

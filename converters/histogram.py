@@ -1,0 +1,213 @@
+"""Histograms of a fixed size that never have to know the range beforehand, and the ranges calibration takes of them.
+
+A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). Where a value lies outside, e grows
+and neighbouring bins are merged; as every edge is a multiple of a power of two, the counts are then exactly those that
+the final range would have given from the start. So the order of the batches makes no difference, and neither does it
+whether all values are there at once: minmax is exact, and the other methods are off by less than one bin, at most
+1/2048 of the largest absolute value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+BINS = 8192
+_HALF = BINS // 2
+
+# Values are counted in pieces of this many, so that the copies that counting makes stay small.
+_PIECE = 1 << 18
+
+_INT8_STEPS = 255  # between the lowest and the highest of 8 bits
+_ENTROPY_LEVELS = 128
+
+
+@dataclass
+class Histogram:
+    """What is known of one tensor's values. ``exponent``: None until there is a value other than 0. ``zeros``: how many
+    are exactly 0. ``nonfinite``: how many infinities and NaN there were; they are counted nowhere else."""
+
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
+    exponent: int | None = None
+    low: float = math.inf
+    high: float = -math.inf
+    zeros: int = 0
+    nonfinite: int = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Count ``values`` (any shape)."""
+        flat = values.reshape(-1)
+        for start in range(0, flat.size, _PIECE):
+            self._add(flat[start : start + _PIECE])
+
+    def _add(self, piece: np.ndarray) -> None:
+        low, high = float(piece.min()), float(piece.max())
+        if not math.isfinite(low) or not math.isfinite(high):
+            finite = piece[np.isfinite(piece)]
+            self.nonfinite += piece.size - finite.size
+            if not finite.size:
+                return
+            piece, low, high = finite, float(finite.min()), float(finite.max())
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.zeros += int(piece.size - np.count_nonzero(piece))
+        largest = max(abs(low), abs(high))
+        if not largest:
+            self.counts[_HALF] += piece.size
+            return
+        exponent = math.frexp(largest)[1]  # the largest is below 2**exponent
+        if self.exponent is None:
+            self.exponent = exponent
+        elif exponent > self.exponent:
+            self._widen(exponent)
+        # In float64 the product is exact, however small the value: a power of two.
+        scaled = piece.astype(np.float64) * math.ldexp(_HALF, -self.exponent)
+        index = np.floor(scaled, out=scaled).astype(np.int32) + _HALF
+        self.counts += np.bincount(index, minlength=BINS)
+
+    def _widen(self, exponent: int) -> None:
+        assert self.exponent is not None
+        for _ in range(min(exponent - self.exponent, BINS.bit_length())):
+            merged = np.zeros(BINS, np.int64)
+            merged[_HALF // 2 : _HALF // 2 + _HALF] = self.counts.reshape(_HALF, 2).sum(axis=1)
+            self.counts = merged
+        self.exponent = exponent
+
+    @property
+    def edges(self) -> np.ndarray:
+        """The BINS + 1 edges, float64."""
+        return (np.arange(BINS + 1) - _HALF) * math.ldexp(1 / _HALF, self.exponent or 0)
+
+    def to_row(self) -> np.ndarray:
+        """Everything but the counts, as float64."""
+        exponent = math.nan if self.exponent is None else self.exponent
+        return np.array([exponent, self.low, self.high, self.zeros, self.nonfinite], np.float64)
+
+    @classmethod
+    def from_row(cls, counts: np.ndarray, row: np.ndarray) -> Histogram:
+        exponent, low, high, zeros, nonfinite = map(float, row)
+        known = None if math.isnan(exponent) else int(exponent)
+        return cls(counts.astype(np.int64), known, low, high, int(zeros), int(nonfinite))
+
+
+def value_range(
+    found: Histogram, method: str, *, percentile: float = 99.999, symmetric: bool = False
+) -> tuple[float, float]:
+    """The lowest and highest value to represent in 8 bits. ``symmetric``: they are each other's negative.
+
+    ``minmax``: all values. ``percentile``: that many percent of them, the rest cut off in equal shares on both sides.
+    ``entropy``: [-t, t] whose 128 levels keep most of the distribution of the absolute values, by Kullback-Leibler
+    divergence (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``: the range with the least squared error, of
+    rounding (a step squared, a twelfth of it, a value inside) and of cutting off together.
+    """
+    if found.exponent is None:  # nothing but zeros, or nothing at all
+        return 0.0, 0.0
+    if method == "minmax":
+        low, high = found.low, found.high
+    elif method == "percentile":
+        low, high = _percentile(found, percentile, symmetric)
+    elif method == "entropy":
+        top = _entropy(found)
+        low, high = max(found.low, -top), min(found.high, top)
+    else:
+        low, high = _least_squares(found, symmetric)
+    if symmetric:
+        top = max(abs(low), abs(high))
+        return -top, top
+    return low, high
+
+
+def _percentile(found: Histogram, percentile: float, symmetric: bool) -> tuple[float, float]:
+    if symmetric:
+        top = _quantile(_absolute(found), found.edges[_HALF:], percentile / 100)
+        return -top, min(top, max(abs(found.low), abs(found.high)))
+    outside = (100 - percentile) / 200
+    low, high = (_quantile(found.counts, found.edges, q) for q in (outside, 1 - outside))
+    return max(low, found.low), min(high, found.high)
+
+
+def _quantile(counts: np.ndarray, edges: np.ndarray, share: float) -> float:
+    """Where ``share`` of the values lie below, those of a bin taken as spread evenly over it."""
+    below = np.concatenate([[0], np.cumsum(counts)]) / counts.sum()
+    return float(np.interp(share, below, edges))
+
+
+def _absolute(found: Histogram) -> np.ndarray:
+    """The counts of the absolute values, over the upper half of the edges."""
+    return np.asarray(found.counts[_HALF:] + found.counts[:_HALF][::-1])
+
+
+def _entropy(found: Histogram) -> float:
+    counts = _absolute(found)
+    counts[0] -= found.zeros  # zero stays zero at every range: it says nothing about which is best
+    counts = counts.reshape(-1, 2).sum(axis=1).astype(np.float64)
+    width = 2 * float(found.edges[_HALF + 1])
+    last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0
+    best, top = math.inf, last
+    for stop in range(_ENTROPY_LEVELS, last + 1, 4):
+        divergence = _divergence(counts[:stop], float(counts[stop:].sum()))
+        if divergence < best:
+            best, top = divergence, stop
+    return top * width
+
+
+def _divergence(inside: np.ndarray, outside: float) -> float:
+    """Between the counts with what is cut off at their end, and the same counts in ``_ENTROPY_LEVELS`` levels."""
+    wanted = inside.copy()
+    wanted[-1] += outside
+    starts = np.arange(_ENTROPY_LEVELS) * (inside.size // _ENTROPY_LEVELS)
+    filled = inside > 0
+    sums, users = np.add.reduceat(inside, starts), np.add.reduceat(filled.astype(np.float64), starts)
+    lengths = np.diff(np.append(starts, inside.size))
+    kept = np.where(filled, np.repeat(sums / np.maximum(users, 1), lengths), 0.0)
+    p, q = _smoothed(wanted), _smoothed(kept)
+    if p is None or q is None:
+        return math.inf
+    return float(np.sum(p * np.log(p / q)))
+
+
+def _smoothed(counts: np.ndarray) -> np.ndarray | None:
+    """As shares, with a little in the empty places, so that the divergence stays finite."""
+    empty = counts == 0
+    filled = counts.size - int(empty.sum())
+    if not filled:
+        return None
+    little = 1e-4
+    moved = np.where(empty, little, counts - little * (counts.size - filled) / filled)
+    if (moved <= 0).any():
+        return None
+    return np.asarray(moved / moved.sum())
+
+
+def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # eleven octaves: below that a range is a single bin
+    if symmetric:
+        top = max(abs(found.low), abs(found.high))
+        errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]
+        best = float(shrunk[int(np.argmin(errors))] * top)
+        return -best, best
+    lows = shrunk * found.low if found.low < 0 else np.zeros(1)
+    highs = shrunk * found.high if found.high > 0 else np.zeros(1)
+    at = np.unravel_index(int(np.argmin(_squared_error(found, lows, highs))), (lows.size, highs.size))
+    return float(lows[at[0]]), float(highs[at[1]])
+
+
+def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.ndarray:
+    """The sum over all values, for every pair of a low and a high end [lows, highs]."""
+    edges = found.edges
+    centres = (edges[:-1] + edges[1:]) / 2
+    counts = found.counts.astype(np.float64)
+
+    def beyond(ends: np.ndarray, upwards: bool) -> tuple[np.ndarray, np.ndarray]:
+        """How many values lie beyond each end, and the sum of their squared distances to it."""
+        outside = centres > ends[:, None] if upwards else centres < ends[:, None]
+        distances = np.square(centres - ends[:, None])
+        return outside @ counts, (outside * distances) @ counts
+
+    below, cut_low = beyond(lows, upwards=False)
+    above, cut_high = beyond(highs, upwards=True)
+    # Zero is one of the steps: it is represented exactly.
+    inside = np.maximum(counts.sum() - found.zeros - below[:, None] - above[None, :], 0)
+    steps = (highs[None, :] - lows[:, None]) / _INT8_STEPS
+    return np.asarray(inside * np.square(steps) / 12 + cut_low[:, None] + cut_high[None, :])

@@ -1,0 +1,304 @@
+"""Calibration batch by batch: equal to having all values at once, in memory that doesn't grow, and resumable."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization.calibrate import HistogramCollector
+
+from accel.artifact import Artifact
+from accel.converters.calibrate import Histograms, collect
+from accel.converters.histogram import BINS, Histogram, value_range
+from accel.converters.quantize import QuantizeConfig, quantize
+from accel.errors import BadData
+from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources.onnx_file import open_onnx
+from accel.verify.data import Dataset
+from accel.verify.gates import OutputGate
+from accel.verify.stream import SampleStream
+
+FLOAT = TensorProto.FLOAT
+METHODS = ("minmax", "percentile", "entropy", "mse")
+
+
+def conv_net(path: Path, size: int | str = "height") -> Artifact:
+    """Convolution, Relu, convolution over images of any size."""
+    rng = np.random.default_rng(0)
+    constants = {
+        "w1": (rng.standard_normal((8, 3, 3, 3)) / 5).astype(np.float32),
+        "w2": (rng.standard_normal((4, 8, 3, 3)) / 8).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["c"], name="first"),
+        helper.make_node("Relu", ["c"], ["r"], name="relu"),
+        helper.make_node("Conv", ["r", "w2"], ["d"], name="second"),
+        helper.make_node("GlobalAveragePool", ["d"], ["y"], name="pool"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, ["batch", 3, size, size if size != "height" else "width"])],
+        [helper.make_tensor_value_info("y", FLOAT, ["batch", 4, 1, 1])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(path))
+    dims = {"height": DimRange(8, 16, 64), "width": DimRange(8, 16, 64)} if size == "height" else {}
+    return open_onnx(path, probe=False, dims=dims)
+
+
+def heavy_tailed(seed: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_t(3, count) * rng.uniform(0.01, 100)).astype(np.float32)
+
+
+def at_once(values: np.ndarray) -> Histogram:
+    found = Histogram()
+    found.add(values)
+    return found
+
+
+@given(st.integers(0, 2**31), st.integers(2, 12))
+@settings(max_examples=60, deadline=None)
+def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> None:
+    """Fails if widening a histogram loses or moves a single count, or depends on the order of the batches."""
+    parts = [heavy_tailed(seed + i, 300) * 10.0 ** (i % 5 - 2) for i in range(pieces)]
+    parts = [part.astype(np.float32) for part in parts]
+    streamed = Histogram()
+    for part in parts:
+        streamed.add(part)
+    whole = at_once(np.concatenate(parts))
+    assert np.array_equal(streamed.counts, whole.counts)
+    assert np.array_equal(streamed.to_row(), whole.to_row())
+    # The counts are those of the plain library function over the same edges.
+    wanted, _ = np.histogram(np.concatenate(parts).astype(np.float64), whole.edges)
+    assert np.array_equal(whole.counts, wanted)
+    for method in METHODS:
+        assert value_range(streamed, method) == value_range(whole, method)
+
+
+def test_ranges_are_those_of_the_values_themselves() -> None:
+    """Fails if a method returns another range than its definition on the values in memory, by more than one bin."""
+    values = np.concatenate([np.random.default_rng(1).standard_normal(200_000), [40.0, -55.0]]).astype(np.float32)
+    found = at_once(values)
+    bin_width = float(found.edges[1] - found.edges[0])
+    assert value_range(found, "minmax") == (-55.0, 40.0)
+    low, high = value_range(found, "percentile", percentile=99.9)
+    wanted = np.percentile(values, [0.05, 99.95])
+    assert np.abs(np.array([low, high]) - wanted).max() < bin_width
+    _, high = value_range(found, "percentile", percentile=99.9, symmetric=True)
+    assert abs(high - np.percentile(np.abs(values), 99.9)) < bin_width
+
+    def squared_error(low: float, high: float) -> float:
+        scale = (high - low) / 255
+        steps = np.clip(np.rint(values / scale), np.rint(low / scale), np.rint(high / scale))
+        return float(np.square(steps * scale - values).sum())
+
+    best = squared_error(*value_range(found, "mse"))
+    assert best < squared_error(*value_range(found, "minmax"))
+    assert best <= 1.05 * min(squared_error(-t, t) for t in np.linspace(2, 55, 200))
+    assert value_range(at_once(np.zeros(10, np.float32)), "entropy") == (0.0, 0.0)
+
+
+def test_infinities_and_nan_are_counted_apart() -> None:
+    """Fails if a mask of -inf becomes the range, or NaN spoils it."""
+    found = at_once(np.array([1, 2, -np.inf, np.nan, 3], np.float32))
+    assert value_range(found, "minmax") == (1.0, 3.0)
+    assert (found.nonfinite, int(found.counts.sum())) == (2, 3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_entropy_agrees_with_the_library(scale: float) -> None:
+    """Fails if the divergence is another than that of ONNX Runtime's collector, which takes much longer for it."""
+    values = (np.random.default_rng(2).laplace(size=100_000) * scale).astype(np.float32)
+    collector = HistogramCollector(
+        method="entropy", symmetric=True, num_bins=1024, num_quantized_bins=128, percentile=99.99, scenario="same"
+    )
+    collector.collect({"x": [values]})
+    wanted = float(collector.compute_entropy()["x"][1])
+    found = value_range(at_once(values), "entropy", symmetric=True)[1]
+    assert abs(found - wanted) < 0.2 * wanted
+
+
+def stacked(path: Path, sizes: list[int], per_file: int) -> Path:
+    """A folder of files of different image sizes."""
+    path.mkdir()
+    rng = np.random.default_rng(3)
+    for index, size in enumerate(sizes):
+        images = rng.standard_normal((per_file, 3, size, size + 3)).astype(np.float32) * (1 + index)
+        np.savez(path / f"{index:03d}.npz", x=images)
+    return path
+
+
+def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
+    """Fails if a batch is lost, repeated or cut elsewhere than ``Dataset`` cuts it, or skipping skips another one."""
+    src = conv_net(tmp_path / "m.onnx")
+    data = stacked(tmp_path / "data", [12, 16, 9], 5)
+    (tmp_path / "data" / "003.npz").write_bytes(b"")
+    np.savez_compressed(tmp_path / "data" / "003.npz", x=np.asfortranarray(np.ones((3, 3, 8, 10), np.float32)))
+    dataset, stream = Dataset.load(data, src.signature), SampleStream(data, src.signature)
+    assert len(stream) == len(dataset) == 18
+    for size, limit in ((2, None), (4, 7), (32, 11)):
+        wanted, found = list(dataset.batches(size, limit)), list(stream.batches(size, limit))
+        assert len(wanted) == len(found) == stream.batch_count(size, limit)
+        for skip in (0, 1, len(wanted) - 1):
+            for a, b in zip(wanted[skip:], stream.batches(size, limit, skip), strict=True):
+                assert np.array_equal(a["x"], b["x"])
+
+
+def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
+    """Fails if a model that takes two samples is given three, or the odd one alone."""
+    signature = Signature((TensorSpec("x", "float32", (2, 3)),))
+    np.savez(tmp_path / "d.npz", x=np.zeros((5, 3)))
+    assert [len(feeds["x"]) for feeds in SampleStream(tmp_path / "d.npz", signature).batches(4)] == [2, 2]
+
+
+@pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan"])
+def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
+    """Fails if a bad file ends in a traceback of numpy or zipfile, or a pickle is opened."""
+    src = conv_net(tmp_path / "m.onnx")
+    path = tmp_path / "d.npz"
+    images = np.zeros((4, 3, 9, 9), np.float32)
+    if what == "pickled":
+        np.savez(path, x=np.array([{}], object))  # type: ignore[arg-type]
+    elif what == "missing":
+        np.savez(path, image=images)
+    else:
+        images[2] = np.nan if what == "nan" else 0
+        np.savez(path, x=images)
+    if what == "text":
+        path.write_text("no archive")
+    elif what == "truncated":
+        path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(BadData, match="sample 2" if what == "nan" else "d.npz"):
+        list(SampleStream(path, src.signature).batches(1))
+
+
+def tensors(src: Artifact) -> Histograms:
+    return Histograms(onnx.load(str(src.path)), ["x", "c", "r", "d"])
+
+
+def test_variable_shapes(tmp_path: Path) -> None:
+    """Fails if batches of other sizes are left out, or shapes have to agree."""
+    src = conv_net(tmp_path / "m.onnx")
+    stream = SampleStream(stacked(tmp_path / "data", [8, 20, 11], 4), src.signature)
+    found = tensors(src)
+    collect(found, lambda skip: stream.batches(3, None, skip))
+    values = np.concatenate([feeds["x"].ravel() for feeds in stream.batches(99)])
+    assert np.array_equal(found.found["x"].counts, at_once(values).counts)
+    assert int(found.found["r"].counts.sum()) == sum(4 * 8 * (s - 2) * (s + 1) for s in (8, 20, 11))
+
+
+SCRIPT = """
+    import sys
+    from functools import partial
+    from pathlib import Path
+    import numpy as np, onnx
+    from accel.converters import calibrate
+    from accel.converters.calibrate import Histograms, collect
+    from accel.sources.onnx_file import open_onnx
+    from accel.verify.stream import SampleStream
+    src = open_onnx(Path(sys.argv[1]), probe=False)
+    stream = SampleStream(Path(sys.argv[2]), src.signature)
+    found = Histograms(onnx.load(sys.argv[1]), ["x", "c", "r", "d"])
+    state = Path(sys.argv[3]) if sys.argv[3] else None
+    calibrate._SAVE_SECONDS = 0.0
+    def batches(skip):
+        print("from", skip, flush=True)
+        for number, feeds in enumerate(stream.batches(4, None, skip), skip):
+            print("batch", number, flush=True)
+            yield feeds
+    collect(found, batches, state)
+    np.savez(sys.argv[4], **found.state())
+    status = Path("/proc/self/status").read_text()  # getrusage would know the peak of the process that started this one
+    print("peak", status.partition("VmHWM:")[2].split()[0])
+"""
+
+
+def script(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(SCRIPT), *(str(a) for a in arguments)]
+
+
+def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
+    """Fails if samples or activations are collected: ten times as many are 70 MB more of images alone."""
+    src = conv_net(tmp_path / "m.onnx", 64)
+    peaks = []
+    for count in (160, 1600):
+        data = tmp_path / f"{count}.npz"
+        np.savez(data, x=np.random.default_rng(4).standard_normal((count, 3, 64, 64)).astype(np.float32))
+        done = subprocess.run(
+            script(src.path, data, "", tmp_path / f"{count}.out.npz"), capture_output=True, text=True, check=True
+        )
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+        data.unlink()
+    assert peaks[1] - peaks[0] < 20, peaks
+
+
+def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
+    """Fails if a run after SIGKILL starts again, counts a batch twice or leaves one out."""
+    src = conv_net(tmp_path / "m.onnx", 64)
+    data, state = tmp_path / "d.npz", tmp_path / "state.npz"
+    np.savez(data, x=np.random.default_rng(5).standard_normal((80, 3, 64, 64)).astype(np.float32))
+    with subprocess.Popen(
+        script(src.path, data, state, tmp_path / "a.npz"), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "batch 9\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "a.npz").exists()
+    second = subprocess.run(
+        script(src.path, data, state, tmp_path / "b.npz"), capture_output=True, text=True, check=True
+    )
+    assert 8 <= int(second.stdout.splitlines()[0].split()[1]) < 20
+    subprocess.run(script(src.path, data, "", tmp_path / "c.npz"), capture_output=True, check=True)
+    with np.load(tmp_path / "b.npz") as resumed, np.load(tmp_path / "c.npz") as whole:
+        for name in whole.files:
+            assert np.array_equal(resumed[name], whole[name], equal_nan=name == "rows"), name
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "of another model"])
+def test_a_damaged_state_is_not_believed(damage: str, tmp_path: Path) -> None:
+    """Fails if ranges come from a file that was half written, changed, or belongs to another model."""
+    src = conv_net(tmp_path / "m.onnx")
+    feeds = src.signature.example_inputs(batch=2)
+    state = tmp_path / "state.npz"
+    known: dict[str, Any] = {"done": np.array(1), **tensors(src).state()}
+    known["rows"][:] = [3, -1e6, 1e6, 0, 0]  # a planted wrong range
+    if damage == "of another model":
+        known["names"] = np.array(["a", "b", "c", "d"])
+    np.savez(state, **known)
+    content = bytearray(state.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 255
+    state.write_bytes(content[: len(content) // 2] if damage == "truncated" else content)
+    found = tensors(src)
+    collect(found, lambda skip: iter([feeds][skip:]), state)
+    assert found.found["x"].high == feeds["x"].max()
+    assert found.found["x"].counts.shape == (BINS,)
+
+
+def test_a_planted_wrong_range_fails_the_gate(tmp_path: Path) -> None:
+    """Fails if a model whose activation scale belongs to a range a thousand times too small passes for quantized."""
+    src = conv_net(tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", **src.signature.example_inputs(batch=8))  # type: ignore[arg-type]
+    made = quantize(src, QuantizeConfig(data=tmp_path / "d.npz"), tmp_path / "q.onnx")
+    gate = OutputGate(limit=0.2)
+    assert all(result.passed for result in gate.check(src, made))
+    model = onnx.load(str(made.path))
+    scale = next(t for t in model.graph.initializer if t.name == "x_scale")
+    scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) / np.float32(1000), scale.name))
+    onnx.save(model, str(tmp_path / "wrong.onnx"))
+    wrong = open_onnx(tmp_path / "wrong.onnx", probe=False, dims=src.signature.dims)
+    assert not any(result.passed for result in gate.check(src, wrong))

@@ -1,0 +1,137 @@
+"""Weights alone in 8 or 4 bits: what becomes small, what stays, and that both CPU runtimes compute it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
+from accel.errors import UnknownName, UnsupportedHere
+from accel.optimizer import recipes as module
+from accel.optimizer.recipes import Request, recipes
+from accel.runtimes.base import open_session
+from accel.sources.onnx_file import open_onnx, read_proto
+from accel.stage import run_stage
+from accel.target import Target
+from accel.verify.gates import OutputGate
+
+MODES = ("int8-weights", "int4-weights")
+LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # what rounding blocks of 32 normal weights to 15 steps costs
+
+
+def linear_net(path: Path, opset: int) -> Artifact:
+    """Two large layers and a small one."""
+    rng = np.random.default_rng(0)
+    constants = {
+        "w1": rng.standard_normal((256, 512)) / 16,
+        "b1": rng.standard_normal(512),
+        "w2": rng.standard_normal((512, 256)) / 22,
+        "w3": rng.standard_normal((8, 256)) / 16,
+    }
+    nodes = [
+        helper.make_node("Gemm", ["x", "w1", "b1"], ["a"], name="first"),
+        helper.make_node("Relu", ["a"], ["r"], name="relu"),
+        helper.make_node("MatMul", ["r", "w2"], ["b"], name="second"),
+        helper.make_node("Gemm", ["b", "w3"], ["y"], name="small", transB=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 256])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    onnx.save(model, str(path))
+    return open_onnx(path, probe=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("opset", [17, 21])
+def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
+    """Fails if a large product keeps its float32 weights, the small one loses them, or the numbers are off."""
+    src = linear_net(tmp_path / "m.onnx", opset)
+    gates = [OutputGate(limit=LIMITS[mode])]
+    made = run_stage("quantize", src, QuantizeConfig(mode=mode), gates=gates, cache=StageCache(tmp_path / "cache"))
+    assert made.signature == src.signature
+    assert made.properties["precision"] == mode[:4]
+    assert made.properties["opset"] == opset
+    graph = read_proto(made.path, weights=True).graph
+    assert sum(node.op_type == "MatMulNBits" for node in graph.node) == 2
+    left = {
+        tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) == 2
+    }
+    assert left >= {"w3"}
+    assert not left & {"w1", "w2"}
+    assert made.path.stat().st_size < {"int8": 0.31, "int4": 0.19}[mode[:4]] * src.path.stat().st_size
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("opset", [17, 21])
+def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
+    """Fails if NNCF's form of an opset can't be converted, is widened again in the IR, or the small layer changes."""
+    pytest.importorskip("nncf")
+    src = linear_net(tmp_path / "m.onnx", opset)
+    cache = StageCache(tmp_path / "cache")
+    gates = [OutputGate(limit=LIMITS[mode])]
+    made = run_stage("quantize", src, QuantizeConfig(form="openvino", mode=mode), gates=gates, cache=cache)
+    assert made.properties["precision"] == mode[:4]
+    ir = run_stage("openvino_from_onnx", made, OpenVinoFromOnnxConfig(), gates=gates, cache=cache)
+    assert ir.properties["precision"] == mode[:4]
+    assert sum(file.stat().st_size for file in ir.files) < 0.4 * src.path.stat().st_size
+    small = next(t for t in read_proto(made.path, weights=True).graph.initializer if t.name == "w3")
+    assert small.data_type == TensorProto.FLOAT
+
+
+def test_what_is_kept_stays(tmp_path: Path) -> None:
+    """Fails if ``keep`` or ``smallest`` is ignored, or nothing to do passes for done."""
+    src = linear_net(tmp_path / "m.onnx", 17)
+    for form in ("ort-cpu", "openvino"):
+        made = quantize(src, QuantizeConfig(form=form, mode="int4-weights", keep=("first",)), tmp_path / "k.onnx")
+        assert made.notes["quantized_weights"] == 1
+        with pytest.raises(QuantizeFailed, match="nothing in the model"):
+            quantize(src, QuantizeConfig(form=form, mode="int8-weights", smallest=1 << 20), tmp_path / "n.onnx")
+    with pytest.raises(UnknownName, match="mode"):
+        quantize(src, QuantizeConfig(form="tensorrt", mode="int4-weights"), tmp_path / "n.onnx")
+    with pytest.raises(UnsupportedHere, match="quantized already"):
+        quantize(
+            quantize(src, QuantizeConfig(mode="int4-weights"), tmp_path / "a.onnx"), QuantizeConfig(), tmp_path / "b"
+        )
+
+
+def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if every small model is tried in four bits, a large one isn't, or asking for it doesn't help."""
+    src = linear_net(tmp_path / "m.onnx", 17)
+
+    def names(*precisions: str) -> list[str]:
+        targets = (Target.get("ort-cpu"), Target.get("openvino"))
+        request = Request(targets=targets, precisions=precisions or None, data=None, samples=0, threads=1)
+        return [recipe.name for recipe in recipes(src, request)[0]]
+
+    assert not [name for name in names() if "int4" in name or "weights" in name]
+    assert names("int4") == ["ort-cpu int4", "openvino int4"]
+    monkeypatch.setattr(module, "_LARGE_WEIGHTS", 1000)
+    assert {"ort-cpu int8 weights", "ort-cpu int4", "openvino int4"} <= set(names())
+
+
+def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
+    """Fails if --precision int4 is no word of the command, or its result isn't judged."""
+    src = linear_net(tmp_path / "m.onnx", 17)
+    done = cli(  # type: ignore[operator]
+        "optimize", src.path, "-o", tmp_path / "out", "--target", "ort-cpu", "--precision", "int4",
+        "--max-drop", "0.02", "--rounds", "5", "--threads", "1", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    import json
+
+    row = next(r for r in json.loads(done.stdout)["candidates"] if r["name"] == "ort-cpu int4")
+    assert 1e-4 < row["judgement"]["drop"] < 0.02
+    with open_session(src, "onnxruntime") as session:
+        assert session.run(src.signature.example_inputs())["y"].shape[1] == 8
