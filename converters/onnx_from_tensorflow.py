@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,9 +83,9 @@ def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, out: Path)
         raise _refused(spec.path, heard.lines, error) from error
     finally:
         log.removeHandler(heard)
-    foreign = sorted({node.op_type for node in model.graph.node if _is_foreign(node)})
-    if foreign or heard.unsupported:
-        raise _not_converted(spec.path, sorted({*foreign, *heard.unsupported}))
+    foreign = {node.op_type for node in model.graph.node if _is_foreign(node)}
+    if left := foreign | _unsupported(heard.lines):
+        raise _not_converted(spec.path, sorted(left))
     give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
     model = at_opset(model, opset, spec.path)
     write_onnx(model, out)
@@ -140,13 +140,11 @@ class _Heard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    @property
-    def unsupported(self) -> set[str]:
-        found = set()
-        for line in self.lines:
-            for match in re.finditer(r"op \[\S+: (\w+)\] is not supported|Op (\w+) is not implemented", line):
-                found.add(match[1] or match[2])
-        return found
+
+def _unsupported(lines: Sequence[str]) -> set[str]:
+    """The operators that tf2onnx says it can't write."""
+    pattern = r"op \[\S+: (\w+)\] is not supported|Op (\w+) is not implemented"
+    return {match[1] or match[2] for line in lines for match in re.finditer(pattern, line)}
 
 
 def _is_foreign(node: onnx.NodeProto) -> bool:
@@ -160,10 +158,8 @@ def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
 
 
 def _refused(where: str, lines: list[str], error: Exception) -> StageFailed:
-    heard = _Heard()
-    heard.lines = [*lines, str(error)]
-    if heard.unsupported:
-        return _not_converted(where, sorted(heard.unsupported))
+    if left := _unsupported([*lines, str(error)]):
+        return _not_converted(where, sorted(left))
     told = next((line for line in reversed(lines) if "rror" in line or "ailed" in line), "")
     reason = one_line(f"{type(error).__name__}: {error}")
     return ExportFailed(f"tf2onnx can't convert {where}: {reason}" + (f" ({one_line(told)[:160]})" if told else ""))
