@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.converters.onnx_names import Contract, give_names
 from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
-from accel.errors import AccelError, ChildCrashed, ExportFailed, StageFailed
+from accel.converters.tensorflow_layout import LAYOUTS, converted
+from accel.errors import AccelError, ChildCrashed, ExportFailed, StageFailed, UnknownName
 from accel.progress import report
 from accel.sources.onnx_file import one_line, opset_of, read_proto
 from accel.sources.tensorflow_process import in_tensorflow, require_tensorflow
@@ -31,9 +32,15 @@ TFLITE_INT8_LIMIT = 5e-2
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTensorFlowConfig(StageConfig):
-    """``opset``: what the file will have, exactly."""
+    """``opset``: what the file will have, exactly. ``layout``: of images inside the graph, ``channels_first``,
+    ``channels_last``, or ``auto`` for the one that leaves less to be transposed; at its ends they stay as they are."""
 
     opset: int = 20
+    layout: str = "auto"
+
+
+# The model, how it is laid out, and tensor names of its inputs and outputs by the user's.
+Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 class OpNotConverted(ExportFailed):
@@ -45,6 +52,8 @@ def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: P
     signature. ``OpNotConverted`` names the operators that have no ONNX form, ``ExportFailed`` any other reason.
     """
     require_tensorflow("tf2onnx")
+    if config.layout not in LAYOUTS:
+        raise UnknownName(f"unknown layout {config.layout!r}; it is one of {', '.join(LAYOUTS)}")
     report(f"onnx_from_{src.kind}: tf2onnx")
     spec = TensorFlowSpec.of(src)
     made = out.with_name(f"{out.stem}.tf2onnx.onnx")
@@ -54,6 +63,7 @@ def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: P
             spec=spec,
             contract=Contract(src.signature.inputs, src.signature.outputs),
             opset=config.opset,
+            layout=config.layout,
             out=made,
         )
     except ChildCrashed as error:
@@ -63,7 +73,7 @@ def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: P
     return onnx_artifact(src, model, out, note)
 
 
-def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, out: Path) -> dict[str, Any]:
+def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, layout: str, out: Path) -> dict[str, Any]:
     """Convert the model that ``spec`` names into ``out``; what is worth noting. Runs in the TensorFlow process."""
     import tf2onnx
 
@@ -74,9 +84,9 @@ def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, out: Path)
     first = min(opset, TF2ONNX_OPSET)
     try:
         if spec.form == "tflite":
-            model, inputs, outputs = _from_tflite(Path(spec.path), first)
+            model, turned, inputs, outputs = _from_tflite(Path(spec.path), first, layout)
         else:
-            model, inputs, outputs = _from_graph(spec, first)
+            model, turned, inputs, outputs = _from_graph(spec, first, layout)
     except AccelError:
         raise
     except Exception as error:
@@ -91,12 +101,13 @@ def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, out: Path)
     write_onnx(model, out)
     if fault := check_file(out):
         raise ExportFailed(f"what tf2onnx made of {spec.path} fails the checker: {fault}")
-    return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": len(model.graph.node)}
+    nodes = len(model.graph.node)
+    return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": nodes, "transposes": turned}
 
 
-def _from_graph(spec: TensorFlowSpec, opset: int) -> tuple[onnx.ModelProto, Mapping[str, str], Mapping[str, str]]:
+def _from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
     import tensorflow as tf
-    from tf2onnx import convert, tf_loader
+    from tf2onnx import tf_loader
 
     from accel.sources.tensorflow_model import load
 
@@ -107,14 +118,12 @@ def _from_graph(spec: TensorFlowSpec, opset: int) -> tuple[onnx.ModelProto, Mapp
         tf.import_graph_def(graph, name="")
         graph = tf_loader.tf_optimize(taken, given, graph)
     with tf.device("/cpu:0"):
-        model, _ = convert._convert_common(
-            graph, name="model", continue_on_error=True, opset=opset, input_names=taken, output_names=given
-        )
-    return model, frozen.inputs, frozen.outputs
+        model, turned = converted(layout, graph, opset=opset, input_names=taken, output_names=given)
+    return model, turned, frozen.inputs, frozen.outputs
 
 
-def _from_tflite(path: Path, opset: int) -> tuple[onnx.ModelProto, Mapping[str, str], Mapping[str, str]]:
-    from tf2onnx import convert
+def _from_tflite(path: Path, opset: int, layout: str) -> Converted:
+    import tensorflow as tf
 
     from accel.sources.tflite_model import operators, tensor_names
 
@@ -124,10 +133,10 @@ def _from_tflite(path: Path, opset: int) -> tuple[onnx.ModelProto, Mapping[str, 
             "convert the model to TFLite again without sparsity"
         )
     inputs, outputs = tensor_names(path)
-    model, _ = convert.from_tflite(
-        str(path), input_names=list(inputs.values()), output_names=list(outputs.values()), opset=opset
-    )
-    return model, inputs, outputs
+    names = {"input_names": list(inputs.values()), "output_names": list(outputs.values())}
+    with tf.device("/cpu:0"):
+        model, turned = converted(layout, None, opset=opset, tflite_path=str(path), **names)
+    return model, turned, inputs, outputs
 
 
 class _Heard(logging.Handler):
@@ -154,6 +163,8 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
     what = f"the operator {ops[0]}" if len(ops) == 1 else f"the operators {', '.join(ops)}"
     cut = "export the part of the model without it" if len(ops) == 1 else "export the part of the model without them"
+    if where.endswith(".tflite"):
+        cut = "export the SavedModel or Keras file that it was made of"
     return OpNotConverted(f"{where} uses {what}, which tf2onnx can't write as ONNX; {cut}")
 
 
