@@ -146,12 +146,65 @@ def _redeclared(
 def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
     from onnx import version_converter
 
+    before = opset_of(model)
     try:
-        return version_converter.convert_version(model, opset)
+        made = version_converter.convert_version(model, opset)
     except Exception as error:
-        raise NotBroughtOver(
-            f"{path} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); leave out --opset"
-        ) from error
+        if opset > before:
+            raise NotBroughtOver(
+                f"{path} can't be brought from opset {before} to {opset} ({one_line(error)}); leave out --opset"
+            ) from error
+        made = _stepped_down(model, opset)
+    _drop_newer_attributes(made.graph, before, opset)
+    return made
+
+
+def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """One opset after another. Where onnx's converter doesn't know how an operator was written one earlier (it has no
+    adapters for many that only learned new dtypes), it stays as it is: whether it may is for the checker to say, and
+    whether it means the same for the gate."""
+    from onnx import version_converter
+
+    for version in range(opset_of(model) - 1, opset - 1, -1):
+        try:
+            model = version_converter.convert_version(model, version)
+        except Exception:
+            for entry in model.opset_import:
+                if entry.domain in ("", "ai.onnx"):
+                    entry.version = version
+        _drop_newer_attributes(model.graph, version + 1, version)
+    return model
+
+
+def _without_zeros(graph: onnx.GraphProto) -> set[str]:
+    """The initializers of whole numbers none of which is 0."""
+    import onnx
+
+    found = (t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64)
+    return {t.name for t in found if onnx.numpy_helper.to_array(t).all()}
+
+
+def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
+    """On the way down onnx's converter leaves attributes that the operator hasn't yet (``noop_with_empty_axes``): those
+    that say the usual go, and ``allowzero`` where no size is 0; any other stays for the checker to refuse."""
+    import onnx
+
+    harmless = {("Reshape", "allowzero"): _without_zeros(graph)}
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _drop_newer_attributes(inner, before, opset)
+        if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+            continue
+        known = onnx.defs.get_schema(node.op_type, opset).attributes
+        newer = onnx.defs.get_schema(node.op_type, before).attributes
+        usual = {name: onnx.helper.get_attribute_value(a.default_value) for name, a in newer.items() if not a.required}
+        for attribute in list(node.attribute):
+            if attribute.name in known or attribute.name not in usual:
+                continue
+            sizes = harmless.get((node.op_type, attribute.name), set())
+            if onnx.helper.get_attribute_value(attribute) == usual[attribute.name] or sizes & {*node.input[1:]}:
+                node.attribute.remove(attribute)
 
 
 def _quantizers(model: onnx.ModelProto) -> list[int]:

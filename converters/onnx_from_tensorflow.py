@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.converters.onnx_names import Contract, give_names
 from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
-from accel.errors import AccelError, ChildCrashed, ExportFailed, StageFailed
+from accel.converters.tensorflow_layout import LAYOUTS, converted
+from accel.errors import AccelError, ChildCrashed, ExportFailed, StageFailed, UnknownName
 from accel.progress import report
 from accel.sources.onnx_file import one_line, opset_of, read_proto
 from accel.sources.tensorflow_process import in_tensorflow, require_tensorflow
@@ -31,9 +32,15 @@ TFLITE_INT8_LIMIT = 5e-2
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTensorFlowConfig(StageConfig):
-    """``opset``: what the file will have, exactly."""
+    """``opset``: what the file will have, exactly. ``layout``: of images inside the graph, ``channels_first``,
+    ``channels_last``, or ``auto`` for the one that leaves less to be transposed; at its ends they stay as they are."""
 
     opset: int = 20
+    layout: str = "auto"
+
+
+# The model, how it is laid out, and tensor names of its inputs and outputs by the user's.
+Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 class OpNotConverted(ExportFailed):
@@ -45,6 +52,8 @@ def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: P
     signature. ``OpNotConverted`` names the operators that have no ONNX form, ``ExportFailed`` any other reason.
     """
     require_tensorflow("tf2onnx")
+    if config.layout not in LAYOUTS:
+        raise UnknownName(f"unknown layout {config.layout!r}; it is one of {', '.join(LAYOUTS)}")
     report(f"onnx_from_{src.kind}: tf2onnx")
     spec = TensorFlowSpec.of(src)
     made = out.with_name(f"{out.stem}.tf2onnx.onnx")
@@ -54,6 +63,7 @@ def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: P
             spec=spec,
             contract=Contract(src.signature.inputs, src.signature.outputs),
             opset=config.opset,
+            layout=config.layout,
             out=made,
         )
     except ChildCrashed as error:
@@ -63,7 +73,7 @@ def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: P
     return onnx_artifact(src, model, out, note)
 
 
-def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, out: Path) -> dict[str, Any]:
+def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, layout: str, out: Path) -> dict[str, Any]:
     """Convert the model that ``spec`` names into ``out``; what is worth noting. Runs in the TensorFlow process."""
     import tf2onnx
 
@@ -74,29 +84,30 @@ def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, out: Path)
     first = min(opset, TF2ONNX_OPSET)
     try:
         if spec.form == "tflite":
-            model, inputs, outputs = _from_tflite(Path(spec.path), first)
+            model, turned, inputs, outputs = _from_tflite(Path(spec.path), first, layout)
         else:
-            model, inputs, outputs = _from_graph(spec, first)
+            model, turned, inputs, outputs = _from_graph(spec, first, layout)
     except AccelError:
         raise
     except Exception as error:
         raise _refused(spec.path, heard.lines, error) from error
     finally:
         log.removeHandler(heard)
-    foreign = sorted({node.op_type for node in model.graph.node if _is_foreign(node)})
-    if foreign or heard.unsupported:
-        raise _not_converted(spec.path, sorted({*foreign, *heard.unsupported}))
+    foreign = {node.op_type for node in model.graph.node if _is_foreign(node)}
+    if left := foreign | _unsupported(heard.lines):
+        raise _not_converted(spec.path, sorted(left))
     give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
     model = at_opset(model, opset, spec.path)
     write_onnx(model, out)
     if fault := check_file(out):
         raise ExportFailed(f"what tf2onnx made of {spec.path} fails the checker: {fault}")
-    return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": len(model.graph.node)}
+    nodes = len(model.graph.node)
+    return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": nodes, "transposes": turned}
 
 
-def _from_graph(spec: TensorFlowSpec, opset: int) -> tuple[onnx.ModelProto, Mapping[str, str], Mapping[str, str]]:
+def _from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
     import tensorflow as tf
-    from tf2onnx import convert, tf_loader
+    from tf2onnx import tf_loader
 
     from accel.sources.tensorflow_model import load
 
@@ -107,14 +118,12 @@ def _from_graph(spec: TensorFlowSpec, opset: int) -> tuple[onnx.ModelProto, Mapp
         tf.import_graph_def(graph, name="")
         graph = tf_loader.tf_optimize(taken, given, graph)
     with tf.device("/cpu:0"):
-        model, _ = convert._convert_common(
-            graph, name="model", continue_on_error=True, opset=opset, input_names=taken, output_names=given
-        )
-    return model, frozen.inputs, frozen.outputs
+        model, turned = converted(layout, graph, opset=opset, input_names=taken, output_names=given)
+    return model, turned, frozen.inputs, frozen.outputs
 
 
-def _from_tflite(path: Path, opset: int) -> tuple[onnx.ModelProto, Mapping[str, str], Mapping[str, str]]:
-    from tf2onnx import convert
+def _from_tflite(path: Path, opset: int, layout: str) -> Converted:
+    import tensorflow as tf
 
     from accel.sources.tflite_model import operators, tensor_names
 
@@ -124,10 +133,10 @@ def _from_tflite(path: Path, opset: int) -> tuple[onnx.ModelProto, Mapping[str, 
             "convert the model to TFLite again without sparsity"
         )
     inputs, outputs = tensor_names(path)
-    model, _ = convert.from_tflite(
-        str(path), input_names=list(inputs.values()), output_names=list(outputs.values()), opset=opset
-    )
-    return model, inputs, outputs
+    names = {"input_names": list(inputs.values()), "output_names": list(outputs.values())}
+    with tf.device("/cpu:0"):
+        model, turned = converted(layout, None, opset=opset, tflite_path=str(path), **names)
+    return model, turned, inputs, outputs
 
 
 class _Heard(logging.Handler):
@@ -140,13 +149,11 @@ class _Heard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    @property
-    def unsupported(self) -> set[str]:
-        found = set()
-        for line in self.lines:
-            for match in re.finditer(r"op \[\S+: (\w+)\] is not supported|Op (\w+) is not implemented", line):
-                found.add(match[1] or match[2])
-        return found
+
+def _unsupported(lines: Sequence[str]) -> set[str]:
+    """The operators that tf2onnx says it can't write."""
+    pattern = r"op \[\S+: (\w+)\] is not supported|Op (\w+) is not implemented"
+    return {match[1] or match[2] for line in lines for match in re.finditer(pattern, line)}
 
 
 def _is_foreign(node: onnx.NodeProto) -> bool:
@@ -156,14 +163,14 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
     what = f"the operator {ops[0]}" if len(ops) == 1 else f"the operators {', '.join(ops)}"
     cut = "export the part of the model without it" if len(ops) == 1 else "export the part of the model without them"
+    if where.endswith(".tflite"):
+        cut = "export the SavedModel or Keras file that it was made of"
     return OpNotConverted(f"{where} uses {what}, which tf2onnx can't write as ONNX; {cut}")
 
 
 def _refused(where: str, lines: list[str], error: Exception) -> StageFailed:
-    heard = _Heard()
-    heard.lines = [*lines, str(error)]
-    if heard.unsupported:
-        return _not_converted(where, sorted(heard.unsupported))
+    if left := _unsupported([*lines, str(error)]):
+        return _not_converted(where, sorted(left))
     told = next((line for line in reversed(lines) if "rror" in line or "ailed" in line), "")
     reason = one_line(f"{type(error).__name__}: {error}")
     return ExportFailed(f"tf2onnx can't convert {where}: {reason}" + (f" ({one_line(told)[:160]})" if told else ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,15 +104,20 @@ def _names(graph: onnx.GraphProto) -> set[str]:
 
 def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     """Rename values wherever they occur, in subgraphs too."""
-    for node in graph.node:
+    rename_in_nodes(graph.node, names)
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = names.get(value.name, value.name)
+
+
+def rename_in_nodes(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    """Rename what nodes read and make, in graphs inside them too; what their graph declares keeps its names."""
+    for node in nodes:
         for field in (node.input, node.output):
             for index, name in enumerate(field):
                 field[index] = names.get(name, name)
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
                 rename_values(inner, names)
-    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        value.name = names.get(value.name, value.name)
 
 
 def nodes_matching(nodes: Sequence[onnx.NodeProto], pattern: str) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.converters.onnx_names import rename_values
+from accel.converters.onnx_names import rename_in_nodes
 from accel.converters.onnx_write import onnx_artifact
 from accel.errors import BadInputSpec, StageFailed
 from accel.signature import DimRange, Signature, TensorSpec
@@ -114,8 +114,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     graph = model.graph
     while any(inner in (*node.input, *node.output) for node in graph.node):
         inner += "_"
-    for node in graph.node:
-        rename_values_of(node, {spec.name: inner})
+    rename_in_nodes(graph.node, {spec.name: inner})
     shape = [spec.shape[0], channels, height, width] if layout == "NCHW" else [spec.shape[0], height, width, channels]
     nodes: list[onnx.NodeProto] = []
     value = spec.name
@@ -162,16 +161,6 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
             graph.input[index].CopyFrom(helper.make_tensor_value_info(spec.name, kind, shape))
 
 
-def rename_values_of(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
-    """Rename what one node reads and makes, in graphs inside it too."""
-    for part in (node.input, node.output):
-        for index, name in enumerate(part):
-            part[index] = names.get(name, name)
-    for attribute in node.attribute:
-        for inner in (attribute.g, *attribute.graphs):
-            rename_values(inner, names)
-
-
 def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """``(x / top - mean) / std`` as ``x * scale + shift``, float32, one of each a channel."""
     import numpy as np
@@ -204,8 +193,7 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
     inner = f"{spec.name}_scores"
     while any(inner in (*node.input, *node.output) for node in graph.node):
         inner += "_"
-    for node in graph.node:
-        rename_values_of(node, {spec.name: inner})
+    rename_in_nodes(graph.node, {spec.name: inner})
     del graph.output[:]
     float_kind = helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype))
     if kind == "softmax":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -135,6 +136,10 @@ def _as_asked(
     known = {d for spec in (*given, *src.signature.inputs) for d in spec.shape if isinstance(d, str)}
     if unknown := set(ranges) - known:
         raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {', '.join(sorted(known))}")
+    # Which integers an input takes is no part of the file: gates and what comes after read it from the signature.
+    values = {spec.name: spec.values for spec in given if spec.values}
+    inputs_said = tuple(replace(s, values=values.get(s.name, s.values)) for s in src.signature.inputs)
+    src = replace(src, signature=replace(src.signature, inputs=inputs_said))
     gate = OutputGate(limit=limit or LIMITS["fp32"])
     config = OnnxFromOnnxConfig(opset=opset, inputs=given, dims=ranges)
     return run_stage("onnx_from_onnx", src, config, gates=[gate], out=out, cache=cache)
@@ -176,6 +181,17 @@ def _to_onnx(
     if precision == "int8":  # what is compared from here on are two ONNX files
         gates = [OutputGate(limit=limit or LIMITS["fp32"])]
     return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
+
+
+def to_onnx_unjudged(src: Artifact) -> Artifact:
+    """``src`` as ONNX to be looked at, not to be run: no gate compares what it computes. Kept in the cache."""
+    from accel.converters.onnx_from_tensorflow import OnnxFromTensorFlowConfig
+    from accel.converters.onnx_from_torch import OnnxFromTorchConfig
+    from accel.converters.simplify import SimplifyConfig
+
+    kind = OnnxFromTorchConfig if src.kind == "torch" else OnnxFromTensorFlowConfig
+    made = run_stage(_TO_ONNX[src.kind], src, kind(opset=DEFAULT_OPSET))
+    return run_stage("simplify", made, SimplifyConfig())
 
 
 def _from_onnx(src: Artifact, to: str, limit: float | None, cache: StageCache, out: Path) -> Artifact:

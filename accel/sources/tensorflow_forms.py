@@ -14,7 +14,7 @@ import tensorflow as tf
 from accel.errors import AccelError, BadSource, InvalidModel
 from accel.sources.onnx_file import one_line
 from accel.sources.tensorflow_graph import freeze_function, freeze_session_graph, strip_dropout
-from accel.sources.tensorflow_model import Frozen, Loaded, dtype_name
+from accel.sources.tensorflow_model import Frozen, Loaded, dtype_name, plain_name
 from accel.sources.tensorflow_source import TensorFlowSpec
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _from_keras(model: Any, where: str) -> Loaded:
             f"{where} is a Keras model that was never called, so it doesn't know its inputs; call it once on an "
             "example before it is saved, or give its first layer a keras.Input"
         )
-    inputs = [(_plain(t.name), dtype_name(tf.as_dtype(t.dtype)), _shape(t.shape)) for t in model.inputs]
+    inputs = [(plain_name(t.name), dtype_name(tf.as_dtype(t.dtype)), _shape(t.shape)) for t in model.inputs]
     kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(model.inputs)]
     result = tf.nest.flatten(model.outputs)
     structure = getattr(model, "_outputs_struct", None)
@@ -191,8 +191,8 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
         function = whole.prune(list(spec.inputs), list(spec.outputs))
     except ValueError as error:
         raise BadSource(f"{spec.path} can't be cut at {', '.join(spec.inputs)}: {one_line(error)}") from error
-    names = [_tensor_name(name) for name in spec.inputs]
-    outputs = [_tensor_name(name) for name in spec.outputs]
+    names = [plain_name(name) for name in spec.inputs]
+    outputs = [plain_name(name) for name in spec.outputs]
     tensors = [whole.graph.get_tensor_by_name(name) for name in spec.inputs]
     inputs = [(n, dtype_name(t.dtype), _shape(t.shape)) for n, t in zip(names, tensors, strict=True)]
 
@@ -303,16 +303,6 @@ def _from_call(
 def _shape(shape: Any) -> list[int | None] | None:
     shape = tf.TensorShape(shape)
     return None if shape.rank is None else list(shape.as_list())
-
-
-def _tensor_name(name: str) -> str:
-    """``x:0`` is the ``x`` that the user knows; ``x:1`` is ``x_1``."""
-    operation, _, index = name.partition(":")
-    return operation if index in ("", "0") else f"{operation}_{index}"
-
-
-def _plain(name: str) -> str:
-    return name.partition(":")[0]
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

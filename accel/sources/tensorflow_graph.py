@@ -5,7 +5,7 @@ Imported in the TensorFlow process alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -90,12 +90,6 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
     """The part of a TF1 session's graph that leads to ``outputs``, with its variables as constants."""
     nodes = [name.partition(":")[0] for name in outputs]
     return tf.compat.v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), nodes)
-
-
-def _all_nodes(graph: Any) -> Iterator[Any]:
-    yield from graph.node
-    for function in graph.library.function:
-        yield from function.node_def
 
 
 def refuse_random(frozen: Frozen, where: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# Sizes that are dynamic in a model are tried at; far enough apart that no two come out equal by luck.
+# How many models stay loaded: a conversion asks for the same one several times.
 _KEPT = 2
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
 
@@ -60,8 +59,9 @@ def load(spec: TensorFlowSpec) -> Loaded:
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:
         return kept[1]
-    with _quiet():
-        made = tflite_model.load(spec) if spec.form == "tflite" else tensorflow_forms.load(spec)
+    # What TensorFlow's loggers say before an error would hide it.
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
+    made = tflite_model.load(spec) if spec.form == "tflite" else tensorflow_forms.load(spec)
     _loaded[spec] = (stamp, made)
     while len(_loaded) > _KEPT:
         _loaded.pop(next(iter(_loaded)))
@@ -105,13 +105,16 @@ def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[st
 
 def run(spec: TensorFlowSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Outputs by name. ``BadSource`` where the model fails on these inputs."""
-    model = load(spec)
+    return _called(load(spec), feeds, spec.path)
+
+
+def _called(model: Loaded, feeds: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
     try:
         return model.call(feeds)
     except Exception as error:
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
         raise BadSource(
-            f"{spec.path} fails in TensorFlow on {shapes}: {_reason(error)}; correct --input or --dim"
+            f"{where} fails in TensorFlow on {shapes}: {_reason(error)}; correct --input or --dim"
         ) from error
 
 
@@ -126,16 +129,7 @@ def _probe(model: Loaded, signature: Signature, where: str) -> tuple[TensorSpec,
     import numpy as np
 
     cases = probe_cases(signature)
-    runs = []
-    for sizes in cases:
-        feeds = signature.example_inputs(**sizes)
-        try:
-            runs.append(model.call(feeds))
-        except Exception as error:
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            raise BadSource(
-                f"{where} fails in TensorFlow on {shapes}: {_reason(error)}; correct --input or --dim"
-            ) from error
+    runs = [_called(model, signature.example_inputs(**sizes), where) for sizes in cases]
     again = model.call(signature.example_inputs(**cases[0]))
     for name, value in runs[0].items():
         if value.dtype.kind == "f" and not np.allclose(value, again[name], rtol=1e-3, atol=1e-5, equal_nan=True):
@@ -183,14 +177,10 @@ def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -
     return prefix.replace(".", "_").replace("/", "_") + (image | sequence).get(axis, f"dim_{axis}")
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """TensorFlow's Python loggers at errors only; what they said before an error would hide it."""
-    import logging
-
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    yield
+def plain_name(name: str) -> str:
+    """``x:0`` is the ``x`` that the user knows; ``x:1`` is ``x_1``."""
+    operation, _, index = name.partition(":")
+    return operation if index in ("", "0") else f"{operation}_{index}"
 
 
 def dtype_name(kind: Any) -> str:

