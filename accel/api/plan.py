@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import BadConfig, UnsupportedHere
@@ -27,14 +27,12 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
     if not config.model:
         raise BadConfig("the config names no model; give model = 'package.module:factory' or a [shape] table")
     from accel.plan.measure import spec_of
-    from accel.sources.python_object import load_object
-    from accel.sources.torch_source import call_factory
+    from accel.train.build import make, make_model
 
-    module = call_factory(load_object(config.model, "factory")[1], config.model)
+    module = make_model(config.model)
     sample: Any = None
     if config.data:
-        data = call_factory(load_object(config.data, "dataset factory")[1], config.data)
-        inputs = data[0][0]
+        inputs = make(config.data)[0][0]
         sample = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     measured = spec_of(module, sample)
     return replace(measured, **given)
@@ -82,15 +80,7 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
     layout, spec = chosen.layout, chosen.spec
     if base is None:
         optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}
-        shape = ShapeConfig(
-            params=spec.params,
-            layers=spec.layers,
-            hidden=spec.hidden,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            vocab=spec.vocab,
-            seq=spec.seq,
-        )
+        shape = ShapeConfig(**{field.name: getattr(spec, field.name) for field in fields(ShapeConfig)})
         base = TrainConfig(
             optimizer=optimizer.get(layout.optimizer, OptimizerConfig(name=layout.optimizer)), shape=shape
         )

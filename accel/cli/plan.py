@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,14 +134,10 @@ def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, worl
 
     extra = {name: given[name] for name in ("hpz", "qwz", "qgz") if given[name]}
     if base is not None:
-        from dataclasses import replace
-
         return plan(_spec(base, given), replace(layout_of_config(base, world), **extra), machine)
     names = ("zero", "tp", "pp", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
     layout = Layout(world=world, **{name: given[name] for name in names if given[name] is not None}, **extra)
     if given["global_batch"]:
-        from dataclasses import replace
-
         each = layout.dp * layout.micro_batch
         if given["global_batch"] % each:
             raise BadConfig(

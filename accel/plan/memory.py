@@ -6,7 +6,7 @@ tensor/pipeline/data-parallel size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accel.errors import BadConfig
 from accel.plan.spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
@@ -51,8 +51,7 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 
     Mixed precision with Adam is 2 Psi + 2 Psi + K Psi with K = 12; the ZeRO stages divide the optimizer states (1), the
     gradients (2) and the parameters (3) by the data-parallel size N: 2 Psi + 2 Psi + K Psi / N, 2 Psi + (2 + K) Psi /
-    N,
-    (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
+    N, (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -65,16 +64,14 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     """Bytes that one layer keeps for the backward pass of one micro-batch.
 
-    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV and of the first MLP product (2 +
-    2), Q, K
-    and V (6), the attention's output (2), the MLP's inner product and what its GELU gives (8 + 8): 8 + 24 = 32, the 24
-    divided by t, the 8 only under sequence parallel. This is the 34 of Korthikanti et al. 2022 ("Reducing Activation
-    Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks. Materialised
+    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV and of the first MLP product (2 + 2),
+    Q, K and V (6), the attention's output (2), the MLP's inner product and what its GELU gives (8 + 8): 8 + 24 = 32,
+    the 24 divided by t, the 8 only under sequence parallel. This is the 34 of Korthikanti et al. 2022 ("Reducing
+    Activation Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks. Materialised
     attention adds the softmax, 2 a s^2 b; fused attention only its 4-byte log-sum-exp, 4 a s b. The LayerNorms keep a
     4-byte mean and deviation a token each: 16 s b. Under autocast the residual stream, so both LayerNorm inputs, is
-    float32.
-    ``full`` keeps only the layer's input; ``selective`` the input and what matrix products and the attention gave
-    (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t).
+    float32. ``full`` keeps only the layer's input; ``selective`` the input and what matrix products and the attention
+    gave (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t).
     """
     s, b, h, t, element = spec.seq, layout.micro_batch, spec.hidden, layout.tp, PRECISIONS[layout.precision][4]
     unit = s * b * h * element
@@ -96,11 +93,9 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
     """Bytes of activations on the first stage at its fullest moment; None where the model's shape isn't known.
 
     A stage of L / p layers holds as many micro-batches as are in flight: all of them in GPipe, min(p, m) in 1F1B and
-    the
-    zero-bubble schedule with the same limit, times 1 + (p - 1) / (p v) with v interleaved chunks (Korthikanti et al.
-    2022,
-    section 4.2.3). Without a pipeline the last layer's logits count too: 4 s b V of float32 log-probabilities.
-    With ``full``, one layer is recomputed at a time and held whole.
+    the zero-bubble schedule with the same limit, times 1 + (p - 1) / (p v) with v interleaved chunks (Korthikanti et
+    al. 2022, section 4.2.3). Without a pipeline the last layer's logits count too: 4 s b V of float32
+    log-probabilities. With ``full``, one layer is recomputed at a time and held whole.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -115,18 +110,12 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
             flight *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
     held = layers * flight * layer_activations(spec, layout)
     if layout.recompute == "full":
-        held += layer_activations(spec, _without_recompute(layout))
+        held += layer_activations(spec, replace(layout, recompute="none"))
     if layout.pp == 1 and spec.vocab:
         element = PRECISIONS[layout.precision][4]
         tail = spec.seq * layout.micro_batch
         held += 4 * tail * spec.vocab / layout.tp + 2 * element * tail * spec.hidden + 8 * tail
     return held
-
-
-def _without_recompute(layout: Layout) -> Layout:
-    from dataclasses import replace
-
-    return replace(layout, recompute="none")
 
 
 def temporary(spec: ModelSpec, layout: Layout) -> float:

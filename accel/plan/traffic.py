@@ -44,8 +44,7 @@ def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Bytes a rank sends over tp in a step: four all-reduces of s b h a layer and micro-batch, two forward and two
     backward (Shoeybi et al. 2019, "Megatron-LM", section 3); with sequence parallel each is a gather and a scatter of
-    the
-    same size (Korthikanti et al. 2022, section 4.2.2). Full recomputation runs the forward ones twice."""
+    the same size (Korthikanti et al. 2022, section 4.2.2). Full recomputation runs the forward ones twice."""
     if layout.tp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
@@ -92,10 +91,9 @@ def bubble(layout: Layout) -> float:
 
 
 def flops(spec: ModelSpec, layout: Layout) -> float:
-    """FLOPs of a step over all ranks: 6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B), forward
-    once more
-    with full recomputation (8 P + 16 L h s; Narayanan et al. 2021, equation 3). A model of unknown shape: three times
-    the forward pass that was measured, else 6 P a sample and position."""
+    """FLOPs of a step over all ranks: 6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B), forward once
+    more with full recomputation (8 P + 16 L h s; Narayanan et al. 2021, equation 3). A model of unknown shape: three
+    times the forward pass that was measured, else 6 P a sample and position."""
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
         return passes * spec.flops * layout.global_batch

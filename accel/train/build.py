@@ -35,12 +35,17 @@ class Built:
     flops: float = 0.0  # of one sample, forward and backward; 0 where nobody asked or it can't be known
 
 
-def make_model(spec: str) -> nn.Module:
-    """The model of a factory. Raises ``BadConfig`` where that makes something else."""
+def make(spec: str) -> Any:
+    """What the factory ``package.module:name`` or ``file.py:name`` makes."""
     from accel.sources.python_object import load_object
     from accel.sources.torch_source import call_factory
 
-    made = call_factory(load_object(spec, "factory")[1], spec)
+    return call_factory(load_object(spec, "factory")[1], spec)
+
+
+def make_model(spec: str) -> nn.Module:
+    """The model of a factory. Raises ``BadConfig`` where that makes something else."""
+    made = make(spec)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, nn.Module):
         raise BadConfig(f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module")

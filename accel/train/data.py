@@ -14,9 +14,8 @@ Sample = tuple[Any, Any]
 
 
 class Order(torch.utils.data.Sampler[int]):
-    """The samples of one data-parallel rank: all of an epoch shuffled with (seed, epoch), global batches cut out of
-    it in
-    turn, of each batch the rank's own part. So the global batch of a step is the same on any number of ranks.
+    """The samples of one data-parallel rank: all of an epoch shuffled with (seed, epoch), global batches cut out of it
+    in turn, of each batch the rank's own part. So the global batch of a step is the same on any number of ranks.
 
     ``first``: the step to begin with. What doesn't fill the last global batch of an epoch is left out of that epoch.
     """

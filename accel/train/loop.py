@@ -17,7 +17,7 @@ from torch import nn
 from accel.errors import BadData, TrainingFailed
 from accel.train import loss as losses
 from accel.train import tensor_parallel, watchdog
-from accel.train.build import build, make_model
+from accel.train.build import build, make, make_model
 from accel.train.checkpoint import Checkpoints
 from accel.train.config import TrainConfig
 from accel.train.data import loader
@@ -25,7 +25,7 @@ from accel.train.final import gather, write_run
 from accel.train.layout import Ranks
 from accel.train.log import LOG, StepLog
 from accel.train.passes import Batch, take
-from accel.train.precision import LossScale, gradient_norm, make_optimizer, scale_gradients, scales_loss
+from accel.train.precision import LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss
 from accel.train.rules import runnable
 from accel.train.schedule import learning_rate
 
@@ -44,14 +44,14 @@ class Trainer:
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         torch.use_deterministic_algorithms(config.deterministic)
-        self.data = _make(config.data)
+        self.data = make(config.data)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
         self.evaluate: Callable[[nn.Module], Mapping[str, float]] | None = (
             load_object(config.evaluate, "metric")[1] if config.evaluate else None
         )
         self.built = build(config, ranks, self.loss, self.data)
         self.module = self.built.module
-        self.optimizer = make_optimizer(self.module, config.optimizer, self.mode)
+        self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
         )
@@ -265,10 +265,3 @@ class Trainer:
         if sys.exc_info()[0] is not None:
             with suppress(Exception):
                 self.checkpoints.wait()
-
-
-def _make(spec: str) -> Any:
-    from accel.sources.python_object import load_object
-    from accel.sources.torch_source import call_factory
-
-    return call_factory(load_object(spec, "factory")[1], spec)

@@ -6,9 +6,8 @@
     2      + gradients                 no                      on every micro-batch
     3      + parameters                yes                     on every micro-batch
 
-Under FSDP2 the optimizer always works on shards; what a stage adds is how long the whole of a thing is kept. At
-stages 1
-and 2 the gathered parameters stay through all micro-batches of a step; on the last one they always go, because the
+Under FSDP2 the optimizer always works on shards; what a stage adds is how long the whole of a thing is kept. At stages
+1 and 2 the gathered parameters stay through all micro-batches of a step; on the last one they always go, because the
 optimizer steps the shards and a gathered copy left alive would hide the step.
 """
 

@@ -57,8 +57,8 @@ def _spec() -> ModelSpec:
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
     """Fails if what FSDP2 keeps and sends (counted tensor by tensor, collective by collective) leaves the closed form
-    by
-    more than what padding to the world size adds, or if ``train.zero`` gathers or reduces more often than it says."""
+    by more than what padding to the world size adds, or if ``train.zero`` gathers or reduces more often than it
+    says."""
     found = simulate(
         lambda: GPT(SHAPE), _inputs, world=world, zero=zero, precision=precision, accumulation=accumulation
     )

@@ -31,9 +31,8 @@ def _config(**tables: object) -> TrainConfig:
 
 @pytest.mark.slow
 def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented line doesn't train to 97 % on two sharded ranks, the checkpoint doesn't export as it
-    is, or
-    what is exported isn't bit for bit what was trained."""
+    """Fails if the documented line doesn't train to 97 % on two sharded ranks, the checkpoint doesn't export as it is,
+    or what is exported isn't bit for bit what was trained."""
     out = tmp_path / "run"
     line = f"train examples/digits.toml --nproc 2 --zero 3 --steps 200 --out {out}/ --json -q"
     assert run(group, line.split()) == 0
