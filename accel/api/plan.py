@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import BadConfig, UnsupportedHere
+from accel.errors import BadConfig
 from accel.plan.search import Plan, search
 from accel.plan.spec import Layout, Machine, ModelSpec
 
@@ -27,13 +27,14 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
     if not config.model:
         raise BadConfig("the config names no model; give model = 'package.module:factory' or a [shape] table")
     from accel.plan.measure import spec_of
-    from accel.train.build import make, make_model
+    from accel.train.build import make_data, make_model
 
     module = make_model(config.model)
     sample: Any = None
     if config.data:
-        inputs = make(config.data)[0][0]
+        inputs = make_data(config)[0][0]
         sample = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        sample = sample[:1] if config.pack else sample
     measured = spec_of(module, sample)
     return replace(measured, **given)
 
@@ -42,14 +43,17 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
     """How ``config`` lies on ``world`` ranks. Raises ``BadConfig`` where it can't."""
     config.validate(world)
     p = config.parallel
-    if p.cp > 1:
-        raise UnsupportedHere("accel plan doesn't know context parallel; plan the same run with parallel.cp = 1")
     return Layout(
         world=world,
         zero=p.zero,
         tp=p.tp,
         sequence_parallel=p.sequence_parallel,
         pp=p.pp,
+        cp=p.cp,
+        replicate=p.replicate,
+        hpz=p.hpz,
+        qwz=p.qwz,
+        qgz=p.qgz,
         precision=config.precision.resolved,
         optimizer=_optimizer(config),
         micro_batch=config.micro_batch,
@@ -96,9 +100,13 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
             zero=layout.zero,
             tp=layout.tp,
             pp=layout.pp,
+            cp=layout.cp,
+            hpz=layout.hpz,
+            qwz=layout.qwz,
+            qgz=layout.qgz,
             pipeline=layout.pipeline,
             recompute=layout.recompute,
-            replicate=1,
+            replicate=layout.replicate,
         ),
     )
 

@@ -1,7 +1,7 @@
 """Bytes a rank holds: model states, activations, temporary buffers, and the KV cache of inference.
 
 Symbols: L layers, h hidden size, a heads, V vocabulary, s sequence, b micro-batch, t/p/d
-tensor/pipeline/data-parallel size.
+tensor/pipeline/data-parallel size, c context-parallel size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
-    cut = [layout.dp if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
     hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # ZeRO++ section 3.2: a second shard within the group
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
@@ -71,9 +71,11 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     attention adds the softmax, 2 a s^2 b; fused attention only its 4-byte log-sum-exp, 4 a s b. The LayerNorms keep a
     4-byte mean and deviation a token each: 16 s b. Under autocast the residual stream, so both LayerNorm inputs, is
     float32. ``full`` keeps only the layer's input; ``selective`` the input and what matrix products and the attention
-    gave (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t).
+    gave (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t). Under context parallel s
+    is a rank's part of the sequence, and the attention's output stays twice, cut by heads and by positions (2 more).
     """
-    s, b, h, t, element = spec.seq, layout.micro_batch, spec.hidden, layout.tp, PRECISIONS[layout.precision][4]
+    s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
+    element = PRECISIONS[layout.precision][4]
     unit = s * b * h * element
     narrow = t if layout.sequence_parallel else 1
     residual = (4 if layout.precision.startswith("autocast") else element) / element
@@ -82,11 +84,12 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
         return unit * residual / narrow
     core = 4 * spec.heads * s * b / t  # log-sum-exp
     if layout.materialised_attention and layout.recompute == "none":
-        core = element * spec.heads * s * s * b / t
+        core = element * spec.heads * s * spec.seq * b / t
     if layout.recompute == "selective":
         return unit * ((residual + 2) / narrow + (qkv + 1 + 4) / t) + core
     norms = 16 * s * b / narrow
-    return unit * ((2 * residual + 2) / narrow + (qkv + 1 + 8) / t) + core + norms
+    turned = unit if layout.cp > 1 else 0.0
+    return unit * ((2 * residual + 2) / narrow + (qkv + 1 + 8) / t) + core + norms + turned
 
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
@@ -113,7 +116,7 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
         held += layer_activations(spec, replace(layout, recompute="none"))
     if layout.pp == 1 and spec.vocab:
         element = PRECISIONS[layout.precision][4]
-        tail = spec.seq * layout.micro_batch
+        tail = spec.seq * layout.micro_batch / layout.cp
         held += 4 * tail * spec.vocab / layout.tp + 2 * element * tail * spec.hidden + 8 * tail
     return held
 
@@ -121,17 +124,19 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 def temporary(spec: ModelSpec, layout: Layout) -> float:
     """Bytes that come and go: an estimate, not a sum of tensors.
 
-    ZeRO 3: two gathered blocks of parameters (in use and fetched ahead) and one of gradients; ZeRO 2: one block of
-    gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that the backward pass needs. The loss
-    takes the logits and their float32 copy, (element + 4) s b V / t.
+    ZeRO 3: two gathered blocks of parameters (in use and fetched ahead), what lies outside of them, and one block of
+    gradients; ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that
+    the backward pass needs. The loss takes the logits and their float32 copy, (element + 4) s b V / t.
     """
     weight, gradient, _, _, element, _ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
-    held = 2 * weight * block + gradient * block if layout.zero == 3 else gradient * block if layout.zero == 2 else 0.0
+    held = gradient * block if layout.zero >= 2 else 0.0
+    if layout.zero == 3:
+        held += 2 * weight * block + weight * spec.outside / layout.tp
     if layout.precision.startswith("autocast"):
         held += 2 * stage_params(spec, layout)
     if spec.is_transformer:
-        held += (element + 4) * spec.seq * layout.micro_batch * spec.vocab / layout.tp
+        held += (element + 4) * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
     return held
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accel.cli import group, run
-from accel.errors import BadCheckpoint, BadConfig, BadData, InvalidModel, TrainingFailed
+from accel.errors import BadCheckpoint, BadConfig, BadData, CannotWrite, InvalidModel, TrainingFailed
 from accel.sources import open_source
 from accel.train.config import TrainConfig
 from accel.train.launch import train
@@ -114,6 +114,15 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     assert [f.name for f in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000002"]
 
 
+def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
+    """Fails if a weight that is no number is hidden behind the first gradient that it made so."""
+    trainer = _trainer(tmp_path)
+    with torch.no_grad():
+        trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
+    with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
+        trainer.one_step(trainer.batches())
+
+
 def _plain(config: TrainConfig) -> dict[str, object]:
     import dataclasses
 
@@ -197,6 +206,66 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other.write_text(SMALL.read_text())
     with pytest.raises(BadCheckpoint, match=r"is of the model .*small.py:model, not .*other.py:model"):
         _trainer(tmp_path, model=f"{other}:model").resume()
+
+
+def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Fails if a run whose model factory was edited takes up a part of the old weights, or starts over in silence."""
+    source = tmp_path / "source.py"
+    source.write_text(SMALL.read_text())
+    trainer = _trainer(tmp_path, model=f"{source}:model")
+    trainer.one_step(trainer.batches())
+    trainer.save()
+    wider = tmp_path / "wider"
+    wider.mkdir()
+    source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
+    with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 .*(size|shape).*--fresh"):
+        train(_config(model=f"{source}:model"), tmp_path)
+
+
+# Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
+_FULL = {
+    "a checkpoint": """
+def dies(outputs, targets):
+    from accel.train.loss import cross_entropy
+    global _calls
+    _calls += 1
+    if _calls == 13:
+        full()
+    return cross_entropy(outputs, targets)
+""",
+    "final": """
+import accel.train.final
+whole = accel.train.final.write_final
+def write_final(*arguments, **named):
+    full()
+    whole(*arguments, **named)
+accel.train.final.write_final = write_final
+from accel.train.loss import cross_entropy as dies
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", _FULL)
+def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
+    """Fails if a disk that is full in the middle of a save ends in a traceback, costs the checkpoint before it, leaves
+    half of one, or the same command, with room again, doesn't go on to the same curve."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
+        "def full():\n    if not Path(__file__).with_name('room').exists():\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n" + _FULL[what]
+    )
+    out, config = tmp_path / "run", _config(loss=f"{source}:dies", **_COMMON)
+    with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
+        train(config, out, nproc=2)
+    left = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert left[-1] == ("step-00000008" if what == "final" else "step-00000006")
+    assert not [path for path in (*out.iterdir(), *(out / "checkpoints").iterdir()) if path.name.startswith(".")]
+    (tmp_path / "room").touch()
+    assert train(config, out, nproc=2)["steps"] == 8
+    assert _log(out)[-2:] == pytest.approx(_log(calm)[-2:], abs=1e-6)
+    assert (out / "final" / "config.json").is_file()
 
 
 def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
