@@ -29,6 +29,9 @@ from accel.train.config import CheckpointConfig
 
 dcp: Any = torch.distributed.checkpoint  # its names are not declared as exported
 
+# What DCP raises where a rank failed is no Exception.
+_FAILED = (Exception, dcp.CheckpointException)
+
 RUN = "run.json"
 BEST = "best.json"
 
@@ -85,7 +88,7 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(dict(state), **arguments)
-        except Exception as error:
+        except _FAILED as error:
             raise self._unwritten(final, error) from error
         self._finish(final, dict(run))
 
@@ -96,7 +99,7 @@ class Checkpoints:
         (future, final, run), self._pending = self._pending, None
         try:
             future.result()
-        except Exception as error:
+        except _FAILED as error:
             raise self._unwritten(final, error) from error
         self._finish(final, run)
 
@@ -118,9 +121,8 @@ class Checkpoints:
     def _unwritten(self, final: Path, error: BaseException) -> CannotWrite:
         if self._first:  # what is half written takes the room that saying so needs
             shutil.rmtree(_beside(final), ignore_errors=True)
-        reason = " ".join(str(error).split())[-200:]
         return CannotWrite(
-            f"the checkpoint {final} could not be written ({reason}); free some space, the one before is whole"
+            f"the checkpoint {final} could not be written ({_reason(error)}); free some space, the one before is whole"
         )
 
     def _together(self, own: Any) -> list[Any]:
@@ -193,8 +195,8 @@ class Checkpoints:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 reader = dcp.FileSystemReader(path)
                 dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
-        except Exception as error:
-            raise _Unreadable(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from error
+        except _FAILED as error:
+            raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
 
     def check(self, path: Path, model: str) -> dict[str, Any]:
         """``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` where it is of another model."""
@@ -222,6 +224,17 @@ class Checkpoints:
 
 class _Unreadable(Exception):
     """A checkpoint that is to be passed over."""
+
+
+def _reason(error: BaseException) -> str:
+    """What the first rank that failed met, without the tracebacks."""
+    failures = getattr(error, "failures", {})
+    first: BaseException | None = failures[min(failures)][0] if failures else error
+    said = str(first)
+    while first is not None:  # torch.save hides what the disk said behind what it didn't expect
+        said = str(first) if isinstance(first, OSError) else said
+        first = first.__cause__ or first.__context__
+    return " ".join(said.split())[-200:]
 
 
 def _crc32(file: Path) -> int:

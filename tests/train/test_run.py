@@ -215,23 +215,25 @@ def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> 
     trainer = _trainer(tmp_path, model=f"{source}:model")
     trainer.one_step(trainer.batches())
     trainer.save()
-    wider = tmp_path / "wider"
-    wider.mkdir()
     source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
-    with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 .*(size|shape).*--fresh"):
+    with pytest.raises(
+        BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 can't be read \(Size mismatch .*--fresh"
+    ):
         train(_config(model=f"{source}:model"), tmp_path)
 
 
 # Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
 _FULL = {
     "a checkpoint": """
-def dies(outputs, targets):
-    from accel.train.loss import cross_entropy
-    global _calls
-    _calls += 1
-    if _calls == 13:
+from accel.train.checkpoint import Checkpoints
+whole = Checkpoints.save
+def save(self, state, run):
+    if run["step"] == 6:
+        self.wait()
         full()
-    return cross_entropy(outputs, targets)
+    whole(self, state, run)
+Checkpoints.save = save
+from accel.train.loss import cross_entropy as dies
 """,
     "final": """
 import accel.train.final
@@ -260,7 +262,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
         train(config, out, nproc=2)
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert left[-1] == ("step-00000008" if what == "final" else "step-00000006")
+    assert left[-1] == ("step-00000008" if what == "final" else "step-00000004")
     assert not [path for path in (*out.iterdir(), *(out / "checkpoints").iterdir()) if path.name.startswith(".")]
     (tmp_path / "room").touch()
     assert train(config, out, nproc=2)["steps"] == 8
