@@ -151,10 +151,10 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield f"{config.shape.layers} layers can't be cut into {p.pp} pipeline stages; use a smaller pp"
     if config.shape.heads % p.tp:
         yield f"{config.shape.heads} heads don't divide by tp {p.tp}; use a divisor"
-    shape = config.shape
-    if shape.heads % p.cp or shape.kv_heads % p.cp or shape.seq % p.cp:
+    heads, kv_heads, seq = config.shape.heads, config.shape.kv_heads, config.shape.seq
+    if heads % p.cp or kv_heads % p.cp or seq % p.cp:
         yield (
-            f"{shape.heads} heads ({shape.kv_heads or shape.heads} of keys and values) and a sequence of {shape.seq} "
+            f"{heads} heads ({kv_heads or heads} of keys and values) and a sequence of {seq} "
             f"don't all divide by cp {p.cp}; use a common divisor"
         )
     if p.offload and p.zero == 0:
