@@ -150,17 +150,19 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
     Raises ``BadConfig`` where a document in a sequence gets something else than alone.
     """
     sample = data.several()
-    inputs = to_device(tuple(value[None] for value in sample or ()), device, dtype)
+    if sample is None:
+        _wrap(module)
+        return
+    tokens, _, numbers = inputs = to_device(tuple(value[None] for value in sample), device, dtype)
     training = module.training
     module.eval()
     with torch.no_grad():
-        alone = [(own, call(module, inputs[0][:, own])) for own in (_documents(inputs[2]) if inputs else ())]
+        alone = [(own, call(module, tokens[:, own])) for own in _documents(numbers)]
         _wrap(module)
-        found = call(module, inputs) if inputs else None
+        found = call(module, inputs)
     module.train(training)
     for own, expected in alone:
-        assert found is not None
-        same = found.shape[:2] == inputs[0].shape and found[:, own].shape == expected.shape
+        same = found.shape[:2] == tokens.shape and found[:, own].shape == expected.shape
         far = float((found[:, own] - expected).abs().max() / expected.abs().max()) if same else float("inf")
         if not far < (1e-4 if dtype == torch.float32 else 3e-2):
             raise BadConfig(f"a document gets something else in a sequence with others than alone; {_FIX}")
