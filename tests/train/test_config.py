@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import BadConfig, BadData
@@ -133,6 +133,7 @@ def test_the_loader_resumes_exactly() -> None:
         assert x.tolist() == a.tolist() == (-y).tolist() == (-b).tolist()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 9))
 def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
     length: int, each: int, ranks: int, first: int

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -36,6 +36,7 @@ def _documents(*lengths: int) -> list[Document]:
     return found
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=30))
 def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
     """Fails if a document is lost, doubled, or put where there is no room, or two sequences would fit into one."""
