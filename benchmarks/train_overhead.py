@@ -1,35 +1,43 @@
-"""How much does `accel train` cost over the same model in a bare torch loop?
+"""How much does `accel train` cost over the same model in a bare torch loop, and what does DeepSpeed take?
 
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
 
-Two gloo ranks, one thread each, a GPT of 10.7 M parameters, AdamW, float32. Accel's step and the bare loop's take turns
-in one process group, so that whatever else the machine does meets both. The bare loop is DDP at ZeRO 0 and FSDP2 by
-block at ZeRO 3, with the mean of the batch as its loss, no clipping and no log. The figure is the median over the turns
-of accel's time divided by the bare loop's time in the same turn. Run it on a quiet machine:
-with other work on the cores the quartiles are wider than the figure.
+Two gloo ranks, one thread each, a GPT of 10.7 M parameters, AdamW, float32. The loops' steps take turns in one process
+group, in an order that turns round each time, so that whatever else the machine does meets all of them. Accel's is
+everything that a run does at a step: data, passes, the check that the gradient is finite, the log. The bare loop is DDP
+at ZeRO 0 and FSDP2 by block at ZeRO 3, with the mean of the batch as its loss, no check, no clipping and no log.
+DeepSpeed takes part where it is installed beside accel (`pip install deepspeed`; DS_ACCELERATOR=cpu is set here), at
+the same stage and with the same optimizer. Each figure is the median over the turns of a loop's time divided by the
+bare loop's time in the same turn, less 1, with its 95 % bootstrap interval. Run it on a quiet machine: with other work
+on the cores the interval is wider than the figure.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from accel.bench.statistics import speedup
 from accel.examples.gpt import GPT, GPTConfig
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
-TURNS, STEPS, BATCH, LENGTH = 15, 2, 8, 128
+STEPS, BATCH, LENGTH = 2, 8, 128
+_TURNS = "TRAIN_OVERHEAD_TURNS"  # tells a rank that it is one
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 
@@ -43,6 +51,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def accel_step(zero: int, folder: Path) -> Callable[[], None]:
+    from accel.train import watchdog
     from accel.train.config import TrainConfig
     from accel.train.layout import join
     from accel.train.loop import Trainer
@@ -57,9 +66,14 @@ def accel_step(zero: int, folder: Path) -> Callable[[], None]:
     config = TrainConfig.from_dict({**body, "global_batch": BATCH, "micro_batch": BATCH // 2})
     trainer = Trainer(config, folder, join(config))
     batches = trainer.batches()
+    watchdog.clear(folder)
+    log = trainer._log() if trainer.ranks.rank == 0 else None
 
     def step() -> None:
-        trainer.one_step(batches)
+        watchdog.beat(folder)
+        seen = trainer.one_step(batches)
+        if log is not None:
+            log.step(trainer.step, seen)
 
     return step
 
@@ -77,12 +91,7 @@ def bare_step(zero: int) -> Callable[[], None]:
         fully_shard(module, mesh=mesh)
     else:
         called = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
-
-    def endless() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        while True:
-            yield from torch.utils.data.DataLoader(data(), batch_size=BATCH // 2, shuffle=True)
-
+    optimizer = adamw(module)
     batches = endless()
 
     def step() -> None:
@@ -94,16 +103,51 @@ def bare_step(zero: int) -> Callable[[], None]:
     return step
 
 
+def deepspeed_step(zero: int) -> Callable[[], None]:
+    import deepspeed
+
+    torch.manual_seed(0)
+    module = model()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // 2,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module), config=config, dist_init_required=False)
+    batches = endless()
+
+    def step() -> None:
+        x, y = next(batches)
+        engine.backward(torch.nn.functional.cross_entropy(engine(x).flatten(0, 1), y.flatten()))
+        engine.step()
+
+    return step
+
+
+def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """What accel's config makes by default."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+
+
+def endless() -> Iterator[Any]:
+    loader = torch.utils.data.DataLoader(data(), batch_size=BATCH // 2, shuffle=True)
+    while True:
+        yield from loader
+
+
 def rank_main(out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     for zero in (0, 3):
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(TURNS + 2):
-            order = sorted(steps, reverse=bool(turn % 2))
-            for name in order:
+        if importlib.util.find_spec("deepspeed") is not None:
+            steps["deepspeed"] = deepspeed_step(zero)
+        names = list(steps)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(int(os.environ[_TURNS]) + 2):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
                 dist.barrier()
                 began = time.perf_counter()
                 for _ in range(STEPS):
@@ -111,47 +155,70 @@ def rank_main(out: Path) -> None:
                 dist.barrier()
                 if turn >= 2:
                     seconds[name].append((time.perf_counter() - began) / STEPS)
-        ratios = [a / b for a, b in zip(seconds["accel"], seconds["bare"], strict=True)]
-        found["DDP" if zero == 0 else "FSDP2"] = {
-            "overhead": statistics.median(ratios) - 1,
-            "quartiles": [q - 1 for q in statistics.quantiles(ratios, n=4)],
-            **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()},
-            **{f"{name}_p99_ms": 1e3 * max(values) for name, values in seconds.items()},
-        }
+        found["DDP" if zero == 0 else "FSDP2"] = compared(seconds)
     if dist.get_rank() == 0:
         (out / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
+def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """For each loop its times in milliseconds and, but for the bare one, what it takes more."""
+    bare = np.array(seconds["bare"])
+    found: dict[str, Any] = {}
+    for name, values in seconds.items():
+        median, p99 = np.percentile(values, [50, 99]) * 1e3
+        found[name] = {"median_ms": round(float(median), 2), "p99_ms": round(float(p99), 2)}
+        if name != "bare":
+            ratio = speedup(np.array(values), bare)
+            interval = [round(ratio.low - 1, 4), round(ratio.high - 1, 4)]
+            found[name] |= {"over_bare": round(ratio.value - 1, 4), "interval": interval}
+    return found
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=40, help="of each loop, after two to warm up")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, folder]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            _TURNS: str(options.turns),
+        }
         subprocess.run([sys.executable, *line], env=environment, check=True)
         found = json.loads((Path(folder) / "found.json").read_text())
     cpu = next(
         (s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s), ""
     )
     body = {
-        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "load_average_before": load},
+        "versions": {
+            "torch": torch.__version__,
+            "deepspeed": version("deepspeed") if importlib.util.find_spec("deepspeed") else None,
+            "python": platform.python_version(),
+        },
         "configuration": {
             "ranks": 2,
             "threads": 1,
-            "turns": TURNS,
+            "turns": options.turns,
             "steps_a_turn": STEPS,
             "batch": BATCH,
             "length": LENGTH,
         },
         "results": found,
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(body, indent=2) + "\n")
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.write_text(json.dumps(body, indent=2) + "\n")
     print(json.dumps(body, indent=2))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if _TURNS in os.environ:
         rank_main(Path(sys.argv[1]))
     else:
         main()

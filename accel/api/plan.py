@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import BadConfig, UnsupportedHere
+from accel.errors import BadConfig
 from accel.plan.search import Plan, search
 from accel.plan.spec import Layout, Machine, ModelSpec
 
@@ -27,15 +27,14 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
     if not config.model:
         raise BadConfig("the config names no model; give model = 'package.module:factory' or a [shape] table")
     from accel.plan.measure import spec_of
-    from accel.sources.python_object import load_object
-    from accel.sources.torch_source import call_factory
+    from accel.train.build import make_data, make_model
 
-    module = call_factory(load_object(config.model, "factory")[1], config.model)
+    module = make_model(config.model)
     sample: Any = None
     if config.data:
-        data = call_factory(load_object(config.data, "dataset factory")[1], config.data)
-        inputs = data[0][0]
+        inputs = make_data(config)[0][0]
         sample = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        sample = sample[:1] if config.pack else sample
     measured = spec_of(module, sample)
     return replace(measured, **given)
 
@@ -44,14 +43,17 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
     """How ``config`` lies on ``world`` ranks. Raises ``BadConfig`` where it can't."""
     config.validate(world)
     p = config.parallel
-    if p.cp > 1:
-        raise UnsupportedHere("accel plan doesn't know context parallel; plan the same run with parallel.cp = 1")
     return Layout(
         world=world,
         zero=p.zero,
         tp=p.tp,
         sequence_parallel=p.sequence_parallel,
         pp=p.pp,
+        cp=p.cp,
+        replicate=p.replicate,
+        hpz=p.hpz,
+        qwz=p.qwz,
+        qgz=p.qgz,
         precision=config.precision.resolved,
         optimizer=_optimizer(config),
         micro_batch=config.micro_batch,
@@ -82,15 +84,7 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
     layout, spec = chosen.layout, chosen.spec
     if base is None:
         optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}
-        shape = ShapeConfig(
-            params=spec.params,
-            layers=spec.layers,
-            hidden=spec.hidden,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            vocab=spec.vocab,
-            seq=spec.seq,
-        )
+        shape = ShapeConfig(**{field.name: getattr(spec, field.name) for field in fields(ShapeConfig)})
         base = TrainConfig(
             optimizer=optimizer.get(layout.optimizer, OptimizerConfig(name=layout.optimizer)), shape=shape
         )
@@ -106,9 +100,13 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
             zero=layout.zero,
             tp=layout.tp,
             pp=layout.pp,
+            cp=layout.cp,
+            hpz=layout.hpz,
+            qwz=layout.qwz,
+            qgz=layout.qgz,
             pipeline=layout.pipeline,
             recompute=layout.recompute,
-            replicate=1,
+            replicate=layout.replicate,
         ),
     )
 

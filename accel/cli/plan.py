@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
 @click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
 @click.option("--pp", type=int, help="Pipeline stages.")
+@click.option("--cp", type=int, help="Context-parallel ranks: they share sequences, and heads around attention.")
 @click.option("--precision", help="fp32, bf16, fp16 (float32 master weights), autocast-bf16, ...; int8, int4 to infer.")
 @click.option("--optimizer", help="adam, adamw, momentum or sgd.")
 @click.option("--micro-batch", type=int, help="Samples a rank and pass.")
@@ -98,6 +100,7 @@ def _config(path: Path | None, given: dict[str, Any]) -> TrainConfig | None:
         "zero": "parallel.zero",
         "tp": "parallel.tp",
         "pp": "parallel.pp",
+        "cp": "parallel.cp",
         "recompute": "parallel.recompute",
         "pipeline": "parallel.pipeline",
         "precision": "precision.mode",
@@ -133,14 +136,10 @@ def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, worl
 
     extra = {name: given[name] for name in ("hpz", "qwz", "qgz") if given[name]}
     if base is not None:
-        from dataclasses import replace
-
         return plan(_spec(base, given), replace(layout_of_config(base, world), **extra), machine)
-    names = ("zero", "tp", "pp", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
+    names = ("zero", "tp", "pp", "cp", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
     layout = Layout(world=world, **{name: given[name] for name in names if given[name] is not None}, **extra)
     if given["global_batch"]:
-        from dataclasses import replace
-
         each = layout.dp * layout.micro_batch
         if given["global_batch"] % each:
             raise BadConfig(
@@ -201,7 +200,7 @@ def _assumptions(machine: Machine, plan: Plan) -> list[str]:
         f"{machine.flops / 1e12:g} TFLOP/s a rank, {machine.node_bandwidth / 1e9:g} GB/s inside a node of "
         f"{machine.node_size}, "
         f"{machine.bandwidth / 1e9:g} GB/s between nodes",
-        "data-parallel traffic is hidden behind compute where it fits, tensor-parallel traffic is not",
+        "data-parallel traffic is hidden behind compute where it fits, tensor- and context-parallel traffic is not",
     ]
     if plan.memory.activations is None:
         said.append("activations are unknown and not counted: give --layers, --hidden, --heads, --vocab and --seq")
@@ -217,7 +216,8 @@ def _words(plan: Plan, machine: Machine) -> str:
     sent = ", ".join(f"{axis} {size / 1e9:.3f} GB" for axis, size in plan.sent.items() if size) or "nothing"
     lines = [
         f"{plan.spec.params / 1e9:.4g} B parameters, {layout.precision}, {layout.optimizer}, on {layout.world} ranks: "
-        f"ZeRO {layout.zero}, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, micro-batch {layout.micro_batch} x "
+        f"ZeRO {layout.zero}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, dp {layout.dp}, "
+        f"micro-batch {layout.micro_batch} x "
         f"{layout.accumulation}",
         "each rank holds",
         f"  parameters   {_size(m.parameters)}",
@@ -239,13 +239,15 @@ def _table(found: list[Plan], chosen: Plan, machine: Machine) -> Any:
     from rich.table import Table
 
     table = Table(title=f"{len(found)} layouts fit in {machine.hbm / 1e9:g} GB, fastest first")
-    for name in ("", "tp", "pp", "dp", "ZeRO", "micro", "x", "recompute", "GB a rank", "GB sent", "s a step", "bubble"):
+    axes = ("tp", "pp", "cp", "dp")
+    for name in ("", *axes, "ZeRO", "micro", "x", "recompute", "GB a rank", "GB sent", "s a step", "bubble"):
         table.add_column(name, justify="right")
     for number, plan in enumerate(found[:20], 1):
         layout = plan.layout
         row = (
             f"{'*' if plan is chosen else ''}{number}",
-            *(layout.tp, layout.pp, layout.dp, layout.zero, layout.micro_batch, layout.accumulation, layout.recompute),
+            *(getattr(layout, axis) for axis in axes),
+            *(layout.zero, layout.micro_batch, layout.accumulation, layout.recompute),
             f"{plan.memory.total / 1e9:.2f}",
             f"{sum(plan.sent.values()) / 1e9:.3f}",
             f"{plan.time.step:.4g}",

@@ -60,15 +60,17 @@ class Block(nn.Module):
 
 
 class Embed(nn.Module):
-    """Token ids int64[b, s] to hidden states float[b, s, h]: what a token is and where it stands."""
+    """Token ids int64[b, s] to hidden states float[b, s, h]: what a token is and where it stands, counted from the
+    start where ``positions`` int64[b, s] doesn't say it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.seq, config.hidden)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+        x: torch.Tensor = self.tokens(ids) + self.positions(places)
         return x
 
 
@@ -94,8 +96,8 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids, positions)
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))

@@ -27,10 +27,18 @@ def spec_of(module: torch.nn.Module, sample: Sequence[Any] | None = None) -> Mod
     ``config`` has one; with ``sample`` (the inputs of one sample, without a batch dim) activations and FLOPs of a
     trial."""
     shape = _shape(getattr(module, "config", None))
-    largest = max((_size(block) for block in blocks(module)), default=0)
+    sizes = [_size(block) for block in blocks(module)]
     params = _size(module)
+    largest, outside = max(sizes, default=0), max(0, params - sum(sizes))
     activation, flops = trial(module, sample) if sample is not None else (0, 0.0)
-    return ModelSpec(params=params, largest=min(largest, params), activation_bytes=activation, flops=flops, **shape)
+    return ModelSpec(
+        params=params,
+        largest=min(largest, params),
+        outside=outside,
+        activation_bytes=activation,
+        flops=flops,
+        **shape,
+    )
 
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:

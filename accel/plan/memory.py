@@ -1,12 +1,12 @@
 """Bytes a rank holds: model states, activations, temporary buffers, and the KV cache of inference.
 
 Symbols: L layers, h hidden size, a heads, V vocabulary, s sequence, b micro-batch, t/p/d
-tensor/pipeline/data-parallel size.
+tensor/pipeline/data-parallel size, c context-parallel size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accel.errors import BadConfig
 from accel.plan.spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
@@ -51,12 +51,11 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 
     Mixed precision with Adam is 2 Psi + 2 Psi + K Psi with K = 12; the ZeRO stages divide the optimizer states (1), the
     gradients (2) and the parameters (3) by the data-parallel size N: 2 Psi + 2 Psi + K Psi / N, 2 Psi + (2 + K) Psi /
-    N,
-    (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
+    N, (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
-    cut = [layout.dp if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
     hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # ZeRO++ section 3.2: a second shard within the group
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
@@ -65,18 +64,18 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     """Bytes that one layer keeps for the backward pass of one micro-batch.
 
-    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV and of the first MLP product (2 +
-    2), Q, K
-    and V (6), the attention's output (2), the MLP's inner product and what its GELU gives (8 + 8): 8 + 24 = 32, the 24
-    divided by t, the 8 only under sequence parallel. This is the 34 of Korthikanti et al. 2022 ("Reducing Activation
-    Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks. Materialised
+    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV and of the first MLP product (2 + 2),
+    Q, K and V (6), the attention's output (2), the MLP's inner product and what its GELU gives (8 + 8): 8 + 24 = 32,
+    the 24 divided by t, the 8 only under sequence parallel. This is the 34 of Korthikanti et al. 2022 ("Reducing
+    Activation Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks. Materialised
     attention adds the softmax, 2 a s^2 b; fused attention only its 4-byte log-sum-exp, 4 a s b. The LayerNorms keep a
     4-byte mean and deviation a token each: 16 s b. Under autocast the residual stream, so both LayerNorm inputs, is
-    float32.
-    ``full`` keeps only the layer's input; ``selective`` the input and what matrix products and the attention gave
-    (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t).
+    float32. ``full`` keeps only the layer's input; ``selective`` the input and what matrix products and the attention
+    gave (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t). Under context parallel s
+    is a rank's part of the sequence, and the attention's output stays twice, cut by heads and by positions (2 more).
     """
-    s, b, h, t, element = spec.seq, layout.micro_batch, spec.hidden, layout.tp, PRECISIONS[layout.precision][4]
+    s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
+    element = PRECISIONS[layout.precision][4]
     unit = s * b * h * element
     narrow = t if layout.sequence_parallel else 1
     residual = (4 if layout.precision.startswith("autocast") else element) / element
@@ -85,22 +84,21 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
         return unit * residual / narrow
     core = 4 * spec.heads * s * b / t  # log-sum-exp
     if layout.materialised_attention and layout.recompute == "none":
-        core = element * spec.heads * s * s * b / t
+        core = element * spec.heads * s * spec.seq * b / t
     if layout.recompute == "selective":
         return unit * ((residual + 2) / narrow + (qkv + 1 + 4) / t) + core
     norms = 16 * s * b / narrow
-    return unit * ((2 * residual + 2) / narrow + (qkv + 1 + 8) / t) + core + norms
+    turned = unit if layout.cp > 1 else 0.0
+    return unit * ((2 * residual + 2) / narrow + (qkv + 1 + 8) / t) + core + norms + turned
 
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
     """Bytes of activations on the first stage at its fullest moment; None where the model's shape isn't known.
 
     A stage of L / p layers holds as many micro-batches as are in flight: all of them in GPipe, min(p, m) in 1F1B and
-    the
-    zero-bubble schedule with the same limit, times 1 + (p - 1) / (p v) with v interleaved chunks (Korthikanti et al.
-    2022,
-    section 4.2.3). Without a pipeline the last layer's logits count too: 4 s b V of float32 log-probabilities.
-    With ``full``, one layer is recomputed at a time and held whole.
+    the zero-bubble schedule with the same limit, times 1 + (p - 1) / (p v) with v interleaved chunks (Korthikanti et
+    al. 2022, section 4.2.3). Without a pipeline the last layer's logits count too: 4 s b V of float32
+    log-probabilities. With ``full``, one layer is recomputed at a time and held whole.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -115,34 +113,30 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
             flight *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
     held = layers * flight * layer_activations(spec, layout)
     if layout.recompute == "full":
-        held += layer_activations(spec, _without_recompute(layout))
+        held += layer_activations(spec, replace(layout, recompute="none"))
     if layout.pp == 1 and spec.vocab:
         element = PRECISIONS[layout.precision][4]
-        tail = spec.seq * layout.micro_batch
+        tail = spec.seq * layout.micro_batch / layout.cp
         held += 4 * tail * spec.vocab / layout.tp + 2 * element * tail * spec.hidden + 8 * tail
     return held
-
-
-def _without_recompute(layout: Layout) -> Layout:
-    from dataclasses import replace
-
-    return replace(layout, recompute="none")
 
 
 def temporary(spec: ModelSpec, layout: Layout) -> float:
     """Bytes that come and go: an estimate, not a sum of tensors.
 
-    ZeRO 3: two gathered blocks of parameters (in use and fetched ahead) and one of gradients; ZeRO 2: one block of
-    gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that the backward pass needs. The loss
-    takes the logits and their float32 copy, (element + 4) s b V / t.
+    ZeRO 3: two gathered blocks of parameters (in use and fetched ahead), what lies outside of them, and one block of
+    gradients; ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that
+    the backward pass needs. The loss takes the logits and their float32 copy, (element + 4) s b V / t.
     """
     weight, gradient, _, _, element, _ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
-    held = 2 * weight * block + gradient * block if layout.zero == 3 else gradient * block if layout.zero == 2 else 0.0
+    held = gradient * block if layout.zero >= 2 else 0.0
+    if layout.zero == 3:
+        held += 2 * weight * block + weight * spec.outside / layout.tp
     if layout.precision.startswith("autocast"):
         held += 2 * stage_params(spec, layout)
     if spec.is_transformer:
-        held += (element + 4) * spec.seq * layout.micro_batch * spec.vocab / layout.tp
+        held += (element + 4) * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
     return held
 
 

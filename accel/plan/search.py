@@ -31,6 +31,15 @@ class Plan:
             )
         if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
             raise BadConfig(f"{spec.kv_heads} heads don't divide by tp {layout.tp}; use a divisor")
+        if layout.cp > 1 and not spec.is_transformer:
+            raise BadConfig(
+                "context parallel cuts sequences and heads; pass --layers, --hidden, --heads and --seq with --cp"
+            )
+        if layout.cp > 1 and not _shares(spec, layout.cp):
+            raise BadConfig(
+                f"{spec.heads} heads ({spec.kv_heads} of keys and values) and a sequence of {spec.seq} don't all "
+                f"divide by cp {layout.cp}; use a common divisor"
+            )
         return cls(
             spec=spec,
             layout=layout,
@@ -63,7 +72,7 @@ class Plan:
             "flops_per_step": flops(self.spec, self.layout) if timed else None,
             "step_seconds": t.step if timed else None,
             "compute_seconds": t.compute if timed else None,
-            "communication_seconds": {"dp": t.dp, "tp": t.tp, "pp": t.pp},
+            "communication_seconds": {"dp": t.dp, "tp": t.tp, "pp": t.pp, "cp": t.cp},
             "bubble_fraction": bubble(self.layout),
             "samples_per_second": self.layout.global_batch / t.step if timed else None,
             "fits": self.fits,
@@ -72,6 +81,7 @@ class Plan:
                 "dp": self.layout.dp,
                 "tp": self.layout.tp,
                 "pp": self.layout.pp,
+                "cp": self.layout.cp,
                 "zero": self.layout.zero,
                 "precision": self.layout.precision,
                 "optimizer": self.layout.optimizer,
@@ -86,34 +96,49 @@ class Plan:
 def layouts(
     spec: ModelSpec, machine: Machine, *, world: int, global_batch: int, precision: str, optimizer: str, pipeline: str
 ) -> Iterator[Layout]:
-    """Every layout of ``world`` ranks that divides the model and the batch: tp within a node, pp within the layers,
-    micro-batches in powers of two. ZeRO 3 is left out of pipelines: it would gather for every micro-batch."""
-    for tp in range(1, min(world, machine.node_size) + 1):
+    """Every layout of ``world`` ranks that divides the model and the batch: tp or cp within a node, pp within the
+    layers, micro-batches in powers of two. ZeRO 3 is left out of pipelines: it would gather for every micro-batch."""
+    for tp, pp, cp in _cuts(spec, machine, world):
+        dp = world // (tp * pp * cp)
+        if global_batch % dp:
+            continue
+        for micro in _powers(global_batch // dp):
+            for zero in (0, 1, 2, 3) if pp == 1 else (0, 1, 2):
+                for recompute in ("none", "full") if spec.is_transformer else ("none",):
+                    yield Layout(
+                        world=world,
+                        zero=zero,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        precision=precision,
+                        optimizer=optimizer,
+                        micro_batch=micro,
+                        accumulation=global_batch // dp // micro,
+                        recompute=recompute,
+                        pipeline=pipeline,
+                    )
+
+
+def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, cp) that divide the ranks and the model."""
+    near = min(world, machine.node_size)
+    for tp in range(1, near + 1):
         if world % tp or (
             tp > 1 and (not spec.is_transformer or spec.heads % tp or spec.kv_heads % tp or spec.vocab % tp)
         ):
             continue
         for pp in range(1, min(world // tp, max(1, spec.layers if spec.is_transformer else 1)) + 1):
-            if world % (tp * pp) or (spec.layers and spec.layers % pp):
-                continue
-            dp = world // (tp * pp)
-            if global_batch % dp:
-                continue
-            for micro in _powers(global_batch // dp):
-                for zero in (0, 1, 2, 3) if pp == 1 else (0, 1, 2):
-                    for recompute in ("none", "full") if spec.is_transformer else ("none",):
-                        yield Layout(
-                            world=world,
-                            zero=zero,
-                            tp=tp,
-                            pp=pp,
-                            precision=precision,
-                            optimizer=optimizer,
-                            micro_batch=micro,
-                            accumulation=global_batch // dp // micro,
-                            recompute=recompute,
-                            pipeline=pipeline,
-                        )
+            if world % (tp * pp) == 0 and not (spec.layers and spec.layers % pp):
+                yield tp, pp, 1
+    for cp in range(2, near + 1):
+        if world % cp == 0 and spec.is_transformer and _shares(spec, cp):
+            yield 1, 1, cp
+
+
+def _shares(spec: ModelSpec, cp: int) -> bool:
+    """Whether ``cp`` ranks can share heads and positions evenly."""
+    return not (spec.heads % cp or spec.kv_heads % cp or spec.seq % cp)
 
 
 def search(

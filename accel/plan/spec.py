@@ -48,7 +48,7 @@ class ModelSpec:
 
     ``activation_bytes`` and ``flops`` are what a trial on fake tensors measured for one sample, in float32 and for
     the forward pass, where the model is no transformer of known shape. ``largest`` is the number of parameters of the
-    largest block that ZeRO 3 gathers at once.
+    largest block that ZeRO 3 gathers at once, ``outside`` of what lies in no block, which it gathers only once.
     """
 
     params: int
@@ -59,6 +59,7 @@ class ModelSpec:
     vocab: int = 0
     seq: int = 0
     largest: int = 0
+    outside: int = 0
     activation_bytes: int = 0
     flops: float = 0.0
 
@@ -109,6 +110,8 @@ def transformer_params(layers: int, hidden: int, vocab: int, seq: int) -> int:
 class Layout:
     """How training is laid out. ``micro_batch`` is samples a rank and pass; ``accumulation`` passes a step.
 
+    ``cp``: ranks that share the sequences of the same samples (Ulysses context parallel), to ZeRO data-parallel ranks.
+    ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding).
     ``hpz``: ranks that hold a second shard of the parameters, so that the backward gather stays among them (ZeRO++);
     ``qwz``/``qgz``: int8 weight gathers and int4 gradient reduction (ZeRO++). ``sequence_parallel`` cuts what tensor
     parallel would replicate along the sequence.
@@ -118,6 +121,8 @@ class Layout:
     zero: int = 0
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    replicate: int = 1
     precision: str = "bf16"
     optimizer: str = "adamw"
     micro_batch: int = 1
@@ -138,23 +143,33 @@ class Layout:
         _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
         if self.zero not in (0, 1, 2, 3):
             raise BadConfig(f"--zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
-        for name in ("world", "tp", "pp", "micro_batch", "accumulation", "chunks"):
+        for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch", "accumulation", "chunks"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it has to be at least 1")
-        if self.world % (self.tp * self.pp):
+        fixed = self.tp * self.pp * self.cp
+        if self.world % fixed:
+            shape = f"tp {self.tp} x pp {self.pp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
+            raise BadConfig(f"{self.world} ranks don't divide into {shape}; use a multiple of {fixed}")
+        if self.cp > 1 and fixed > self.cp:
             raise BadConfig(
-                f"{self.world} ranks don't divide into tp {self.tp} x pp {self.pp}; use a multiple of "
-                f"{self.tp * self.pp}"
+                "context parallel shares heads as tensor parallel does, and has no pipeline; use tp 1, pp 1"
             )
+        if self.dp * self.cp % self.replicate:
+            raise BadConfig(f"{self.dp * self.cp} data-parallel ranks don't divide into {self.replicate} replicas")
         if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
             raise BadConfig("hpZ, qwZ and qgZ change the gathers of ZeRO 3; pass --zero 3 with them")
-        if self.hpz and self.dp % self.hpz:
-            raise BadConfig(f"{self.dp} data-parallel ranks don't divide into groups of {self.hpz} for hpZ")
+        if self.hpz and self.shards % self.hpz:
+            raise BadConfig(f"{self.shards} data-parallel ranks don't divide into groups of {self.hpz} for hpZ")
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.world // (self.tp * self.pp)
+        """Ranks that see different samples."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that ZeRO shards over."""
+        return self.dp * self.cp // self.replicate
 
     @property
     def global_batch(self) -> int:

@@ -22,30 +22,31 @@ def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
     Psi bytes of gradients are all-reduced at ZeRO 0 (2 Psi); ZeRO 1 scatters them and gathers the parameters once
     (2 Psi); ZeRO 2 scatters after every micro-batch, so that full gradients are never kept (m + 1) Psi; ZeRO 3 gathers
-    for forward and backward and scatters, each micro-batch (3 m Psi). ZeRO section 7: 2 Psi, 2 Psi, 2 Psi, 3 Psi at m
-    = 1.
+    for forward and backward and scatters, each micro-batch (3 m Psi; what lies outside the blocks it gathers once).
+    ZeRO section 7: 2 Psi, 2 Psi, 2 Psi, 3 Psi at m = 1. Replicas then all-reduce their shards of gradients.
 
     ZeRO++ (Wang et al. 2023, table 1) on 2-byte parameters: qwZ halves the forward gather (int8 blocks), hpZ makes the
     backward gather local to its group, qgZ quarters the reduction (int4).
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
-    m, n = layout.accumulation, layout.dp
+    m, n = layout.accumulation, layout.shards
     if layout.zero == 0:
-        return 2 * ring(gradient * psi, n)
+        return 2 * ring(gradient * psi, n * layout.replicate)
+    between = 2 * ring(gradient * psi / n, layout.replicate)
     if layout.zero < 3:
-        return ring(gradient * psi, n) * (m if layout.zero == 2 else 1) + ring(weight * psi, n)
+        return (ring(gradient * psi, n) + between) * (m if layout.zero == 2 else 1) + ring(weight * psi, n)
     forward = ring(psi if layout.qwz else wire * psi, n)
-    backward = ring(wire * psi, layout.hpz) if layout.hpz else ring(psi if layout.qwz else wire * psi, n)
+    again = psi - spec.outside / layout.tp
+    backward = ring(wire * again, layout.hpz) if layout.hpz else ring(again if layout.qwz else wire * again, n)
     reduction = ring(gradient * psi / (2 * gradient if layout.qgz else 1), n)
-    return m * (forward + backward + reduction)
+    return m * (forward + backward + reduction + between)
 
 
 def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Bytes a rank sends over tp in a step: four all-reduces of s b h a layer and micro-batch, two forward and two
     backward (Shoeybi et al. 2019, "Megatron-LM", section 3); with sequence parallel each is a gather and a scatter of
-    the
-    same size (Korthikanti et al. 2022, section 4.2.2). Full recomputation runs the forward ones twice."""
+    the same size (Korthikanti et al. 2022, section 4.2.2). Full recomputation runs the forward ones twice."""
     if layout.tp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
@@ -53,6 +54,21 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     layers = -(-spec.layers // layout.pp)
     size = spec.seq * layout.micro_batch * spec.hidden * element
     return layout.accumulation * layers * reductions * 2 * ring(size, layout.tp)
+
+
+def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes a rank sends over cp in a step: all-to-alls of its s b h / c of query and output and of its share of key
+    and value, (c - 1) / c of each, a layer and micro-batch, as much backward (Jacobs et al. 2023, "DeepSpeed Ulysses",
+    section 3.2), and forward once more with recomputation. Over gloo, which has no such all-to-all, a gather of c
+    times as much takes their place.
+    """
+    if layout.cp == 1:
+        return 0.0
+    element = PRECISIONS[layout.precision][4]
+    own = spec.seq * layout.micro_batch * spec.hidden * element / layout.cp
+    passes = 2 if layout.recompute == "none" else 3
+    tensors = 2 + 2 * spec.kv_heads / spec.heads
+    return layout.accumulation * spec.layers * passes * tensors * ring(own, layout.cp)
 
 
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
@@ -68,11 +84,12 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Bytes a rank sends in a step by axis: ``dp``, ``tp``, ``pp``."""
+    """Bytes a rank sends in a step by axis: ``dp``, ``tp``, ``pp``, ``cp``."""
     return {
         "dp": data_parallel_bytes(spec, layout),
         "tp": tensor_parallel_bytes(spec, layout),
         "pp": pipeline_bytes(spec, layout),
+        "cp": context_parallel_bytes(spec, layout),
     }
 
 
@@ -92,10 +109,9 @@ def bubble(layout: Layout) -> float:
 
 
 def flops(spec: ModelSpec, layout: Layout) -> float:
-    """FLOPs of a step over all ranks: 6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B), forward
-    once more
-    with full recomputation (8 P + 16 L h s; Narayanan et al. 2021, equation 3). A model of unknown shape: three times
-    the forward pass that was measured, else 6 P a sample and position."""
+    """FLOPs of a step over all ranks: 6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B), forward once
+    more with full recomputation (8 P + 16 L h s; Narayanan et al. 2021, equation 3). A model of unknown shape: three
+    times the forward pass that was measured, else 6 P a sample and position."""
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
         return passes * spec.flops * layout.global_batch
@@ -111,29 +127,38 @@ class StepTime:
     dp: float
     tp: float
     pp: float
+    cp: float
     bubble: float
     step: float
 
 
 def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
-    """An estimate: compute at ``machine.flops`` a rank, stretched by the bubble; tensor-parallel traffic added to it
-    (nothing hides it); data-parallel traffic hidden behind compute where it fits, one micro-batch of pipeline traffic
-    seen.
+    """An estimate: compute at ``machine.flops`` a rank, stretched by the bubble; tensor- and context-parallel traffic
+    added to it (nothing hides it); data-parallel traffic hidden behind compute where it fits, one micro-batch of
+    pipeline traffic seen.
 
-    Tensor-parallel ranks are neighbours; an axis that reaches beyond a node goes at the speed between nodes.
+    Tensor- and context-parallel ranks are neighbours; an axis that reaches beyond a node goes at the speed between
+    nodes.
     """
     sent = traffic(spec, layout)
     near, far = machine.node_bandwidth, machine.bandwidth
     speed = {
         "tp": near if layout.tp <= machine.node_size else far,
-        "dp": near if layout.tp * layout.dp <= machine.node_size else far,
+        "dp": near if layout.tp * layout.cp * layout.dp <= machine.node_size else far,
+        "cp": near if layout.cp <= machine.node_size else far,
         "pp": near if layout.world <= machine.node_size else far,
     }
     seconds = {axis: sent[axis] / speed[axis] for axis in sent}
     idle = bubble(layout)
     compute = flops(spec, layout) / layout.world / machine.flops
-    busy = (compute + seconds["tp"]) / (1 - idle)
+    busy = (compute + seconds["tp"] + seconds["cp"]) / (1 - idle)
     step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation
     return StepTime(
-        compute=compute, dp=seconds["dp"], tp=seconds["tp"], pp=seconds["pp"], bubble=busy * idle, step=step
+        compute=compute,
+        dp=seconds["dp"],
+        tp=seconds["tp"],
+        pp=seconds["pp"],
+        cp=seconds["cp"],
+        bubble=busy * idle,
+        step=step,
     )

@@ -23,7 +23,7 @@ from accel.sources.unpickle import is_record, read_pickle
 METADATA = ".metadata"
 # What lies beside the model in a training checkpoint.
 _TRAINING = re.compile(
-    r"^(optim(izer)?s?|lr_schedulers?|schedulers?|dataloader|train_state|scaler|rng\w*|loss_scale)\b"
+    r"^(optim(izer)?s?|lr_schedulers?|schedulers?|dataloader|train_state|scaler|rng\w*|loss_scale|compression)\b"
 )
 
 

@@ -14,10 +14,11 @@ from accel.errors import BadConfig
 from accel.plan.measure import blocks, trial
 from accel.train import context_parallel, tensor_parallel
 from accel.train import loss as losses
-from accel.train.compression import compress
+from accel.train.compression import PowerSGD, compress
 from accel.train.config import TrainConfig
 from accel.train.inputs import input_names
 from accel.train.layout import Ranks
+from accel.train.packing import Packed, keep_apart
 from accel.train.passes import Accumulated, Passes
 from accel.train.precision import parameter_dtype
 from accel.train.quantized_comm import set_quantized
@@ -32,15 +33,27 @@ class Built:
     module: nn.Module
     passes: Passes
     inputs: Sequence[str]
+    memory: PowerSGD | None = None  # of the compression of gradients
     flops: float = 0.0  # of one sample, forward and backward; 0 where nobody asked or it can't be known
+
+
+def make(spec: str) -> Any:
+    """What the factory ``package.module:name`` or ``file.py:name`` makes."""
+    from accel.sources.python_object import load_object
+    from accel.sources.torch_source import call_factory
+
+    return call_factory(load_object(spec, "factory")[1], spec)
+
+
+def make_data(config: TrainConfig) -> Any:
+    """The training samples of ``config``, packed where it says so."""
+    data = make(config.data)
+    return Packed(data, config.pack) if config.pack else data
 
 
 def make_model(spec: str) -> nn.Module:
     """The model of a factory. Raises ``BadConfig`` where that makes something else."""
-    from accel.sources.python_object import load_object
-    from accel.sources.torch_source import call_factory
-
-    made = call_factory(load_object(spec, "factory")[1], spec)
+    made = make(spec)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, nn.Module):
         raise BadConfig(f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module")
@@ -54,6 +67,8 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     module = make_model(config.model).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)
     flops = _flops(module, data) if config.peak_flops and ranks.rank == 0 else 0.0
+    if isinstance(data, Packed):
+        keep_apart(module, data, ranks.device, parameter_dtype(mode))
     if ranks.cp is not None:
         context_parallel.share(module, config, ranks, data)
     recompute(module, p.recompute)
@@ -75,16 +90,15 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs, flops=flops)
     called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module), hpz=p.hpz)
     if p.qwz or p.qgz:
-        set_quantized(called, gather=p.qwz, reduce=p.qgz)
-    if isinstance(called, DistributedDataParallel):
-        compress(called, p)
+        set_quantized(called, ranks.averaged // p.replicate, gather=p.qwz, reduce=p.qgz)
+    memory = compress(called, p) if isinstance(called, DistributedDataParallel) else None
     passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)
-    return Built(module=module, passes=passes, inputs=inputs, flops=flops)
+    return Built(module=module, passes=passes, inputs=inputs, memory=memory, flops=flops)
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
     """Of a sample: the backward pass takes twice the forward pass; what is computed again for it doesn't count."""
-    sample = data[0][0]
+    sample = data[0][0][0] if isinstance(data, Packed) else data[0][0]
     if isinstance(sample, Mapping):
         return 0.0
     return 3 * trial(module, tuple(sample) if isinstance(sample, tuple | list) else (sample,))[1]

@@ -15,7 +15,7 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from accel.errors import BadCheckpoint, CannotWrite
 from accel.train.config import CheckpointConfig
 
 dcp: Any = torch.distributed.checkpoint  # its names are not declared as exported
+
+# What DCP raises where a rank failed is no Exception.
+_FAILED = (Exception, dcp.CheckpointException)
 
 RUN = "run.json"
 BEST = "best.json"
@@ -65,7 +68,7 @@ class Checkpoints:
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
-        part = final.with_name(f".{final.name}.part")
+        part = _beside(final)
         if self._first:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
@@ -85,8 +88,8 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(dict(state), **arguments)
-        except Exception as error:
-            raise _unwritten(part, error) from error
+        except _FAILED as error:
+            raise self._unwritten(final, error) from error
         self._finish(final, dict(run))
 
     def wait(self) -> None:
@@ -96,12 +99,12 @@ class Checkpoints:
         (future, final, run), self._pending = self._pending, None
         try:
             future.result()
-        except Exception as error:
-            raise _unwritten(final, error) from error
+        except _FAILED as error:
+            raise self._unwritten(final, error) from error
         self._finish(final, run)
 
     def _finish(self, final: Path, run: dict[str, Any]) -> None:
-        part = final.with_name(f".{final.name}.part")
+        part = _beside(final)
         rank = dist.get_rank() if self.group is not None else 0
         own = sorted(part.glob(f"__{rank}_*.distcp")) + ([part / ".metadata"] if rank == 0 else [])
         files = self._together({f.name: [f.stat().st_size, _crc32(f)] for f in own})
@@ -114,6 +117,13 @@ class Checkpoints:
             self._keep()
         if self.group is not None:
             dist.barrier(self.group)
+
+    def _unwritten(self, final: Path, error: BaseException) -> CannotWrite:
+        if self._first:  # what is half written takes the room that saying so needs
+            shutil.rmtree(_beside(final), ignore_errors=True)
+        return CannotWrite(
+            f"the checkpoint {final} could not be written ({_reason(error)}); free some space, the one before is whole"
+        )
 
     def _together(self, own: Any) -> list[Any]:
         """What every rank has, in the order of the ranks."""
@@ -152,9 +162,13 @@ class Checkpoints:
             if old.name != spare:
                 shutil.rmtree(old)
 
-    def load_newest(self, state: dict[str, Any], model: str) -> dict[str, Any] | None:
-        """Read the newest sound checkpoint into the tensors of ``state``, in place; returns its ``run.json``, None
-        where there is no checkpoint. Every rank calls it and takes the same one; ``damaged`` says what was passed over.
+    def load_newest(
+        self, wanted: Callable[[Mapping[str, Any]], dict[str, Any]], model: str
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Read the newest sound checkpoint into the tensors that ``wanted`` gives for its ``run.json``, in place.
+
+        Returns ``run.json`` and the tensors, None where there is no checkpoint. Every rank calls it and takes the same
+        one; ``damaged`` says what was passed over.
 
         Raises ``BadCheckpoint`` where it is of another model than ``model``, or none can be read.
         """
@@ -164,8 +178,9 @@ class Checkpoints:
                 run = self.check(path, model)
                 wrong = self._wrong(path, run)
                 if not wrong:
+                    state = wanted(run)
                     self._read(path, state)
-                    return run
+                    return run, state
             except _Unreadable as error:
                 wrong = str(error)
             self.damaged.append(wrong)
@@ -180,8 +195,8 @@ class Checkpoints:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 reader = dcp.FileSystemReader(path)
                 dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
-        except Exception as error:
-            raise _Unreadable(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from error
+        except _FAILED as error:
+            raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
 
     def check(self, path: Path, model: str) -> dict[str, Any]:
         """``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` where it is of another model."""
@@ -211,6 +226,17 @@ class _Unreadable(Exception):
     """A checkpoint that is to be passed over."""
 
 
+def _reason(error: BaseException) -> str:
+    """What the first rank that failed met, without the tracebacks."""
+    failures = getattr(error, "failures", {})
+    first: BaseException | None = failures[min(failures)][0] if failures else error
+    said = str(first)
+    while first is not None:  # torch.save hides what the disk said behind what it didn't expect
+        said = str(first) if isinstance(first, OSError) else said
+        first = first.__cause__ or first.__context__
+    return " ".join(said.split())[-200:]
+
+
 def _crc32(file: Path) -> int:
     found = 0
     with file.open("rb") as stream:
@@ -226,8 +252,6 @@ def _write(path: Path, body: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(body, indent=2))
 
 
-def _unwritten(path: Path, error: BaseException) -> CannotWrite:
-    reason = " ".join(str(error).split())[-200:]
-    return CannotWrite(
-        f"the checkpoint {path} could not be written ({reason}); free some space, the one before is whole"
-    )
+def _beside(final: Path) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return final.with_name(f".{final.name}.part")

@@ -1,12 +1,14 @@
 """Communication hooks of DDP: gradients that are smaller on their way between ranks than where they are added up.
 
 ``bf16`` and ``fp16`` halve what is sent and round it. ``powersgd`` sends a product of two thin matrices for each weight
-(Vogels et al. 2019, "PowerSGD") and keeps what it left out for the next step; that memory is not in a checkpoint.
+(Vogels et al. 2019, "PowerSGD") and keeps what it left out for the next step: that memory goes into checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -17,19 +19,113 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.train.config import ParallelConfig
 
 
-def compress(module: DistributedDataParallel, config: ParallelConfig) -> None:
-    """Register what ``config.compression`` names on ``module``."""
+def compress(module: DistributedDataParallel, config: ParallelConfig) -> PowerSGD | None:
+    """Register what ``config.compression`` names on ``module``; returns what of it has to be kept in checkpoints."""
     if config.compression == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
+        return PowerSGD(module, config)
+    if config.compression != "none":
+        dtype = torch.bfloat16 if config.compression == "bf16" else torch.float16
+        module.register_comm_hook(module.process_group, rounded(dtype))
+    return None
+
+
+class PowerSGD:
+    """Torch's PowerSGD, whose memory can be saved and taken up again.
+
+    Torch keeps its memory by bucket, and DDP makes other buckets after the first step of a process: whenever they
+    change, the memory is laid out anew, parameter by parameter. A parameter's memory is its ``error``, what was left
+    out, and ``q``, the matrix that the next approximation starts with. Only the mean error over the ranks matters: what
+    is sent is linear in the gradients, and so is their mean in the errors. So one copy is saved, and any number of
+    ranks can take it up.
+    """
+
+    def __init__(self, module: DistributedDataParallel, config: ParallelConfig) -> None:
+        self.rank = config.compression_rank
+        self.state = powerSGD_hook.PowerSGDState(
             module.process_group,
             matrix_approximation_rank=config.compression_rank,
             # PowerSGD begins after DDP has rebuilt its buckets, which is after the first step.
             start_powerSGD_iter=max(2, config.compression_start),
         )
-        module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif config.compression != "none":
-        dtype = torch.bfloat16 if config.compression == "bf16" else torch.float16
-        module.register_comm_hook(module.process_group, rounded(dtype))
+        self.parameters = {name: p for name, p in module.module.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._buckets: dict[int, tuple[str, ...]] = {}
+        self._memory: dict[str, torch.Tensor] = {}
+        module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))  # unannotated, as DDP wants it
+
+    def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """The hook."""
+        names, index = tuple(self._names[id(p)] for p in bucket.parameters()), bucket.index()
+        if self._buckets.get(index, names) != names:  # the ones before it are as they were, and under way
+            for old in [old for old in self._buckets if old >= index]:
+                self._memory |= self._by_parameter(old)
+                for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
+                    memory.pop(old, None)
+                del self._buckets[old]
+        if index not in self._buckets:
+            self._buckets[index] = names
+            self._lay_out(index, bucket.buffer())
+        return powerSGD_hook.powerSGD_hook(self.state, bucket)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``<parameter>.error``, the mean over the ranks, and ``<parameter>.q``; every rank has to call it. Empty
+        before PowerSGD has begun."""
+        found = dict(self._memory)
+        for index in self._buckets:
+            found |= self._by_parameter(index)
+        for name in [name for name in found if name.endswith(".error")]:
+            found[name] = found[name] / dist.get_world_size(self.state.process_group)
+            dist.all_reduce(found[name], group=self.state.process_group)
+        return found
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """What ``state_dict`` gives once PowerSGD has begun, zeros: a checkpoint is read into it."""
+        found = {f"{name}.error": torch.zeros_like(p).detach() for name, p in self.parameters.items()}
+        for name, (columns, rank) in self._thin(self.parameters):
+            found[f"{name}.q"] = self.parameters[name].detach().new_zeros(columns, rank)
+        return found
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what ``state_dict`` gave."""
+        self._memory = dict(state)
+
+    def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
+        """The parameters among ``names`` that are compressed, with the shape of their q, as torch's hook lays them end
+        to end: those of one shape together."""
+        shapes: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for name in names:
+            rows = self.parameters[name].shape[0] if self.parameters[name].ndim else 1
+            shapes[rows, self.parameters[name].numel() // max(1, rows)].append(name)
+        found = []
+        for (rows, columns), same in shapes.items():
+            rank = min(rows, columns, self.rank)
+            if powerSGD_hook._should_compress(rows, columns, rank, self.state.min_compression_rate)[0]:
+                found += [(name, (columns, rank)) for name in same]
+        return found
+
+    def _by_parameter(self, index: int) -> dict[str, torch.Tensor]:
+        if index not in self.state.error_dict:
+            return {}
+        names = self._buckets[index]
+        errors = self.state.error_dict[index].split([self.parameters[name].numel() for name in names])
+        thin = self._thin(names)
+        starts = self.state.q_memory_dict[index].split([prod(shape) for _, shape in thin])
+        return {
+            **{f"{n}.error": e.view(self.parameters[n].shape).clone() for n, e in zip(names, errors, strict=True)},
+            **{f"{n}.q": q.view(shape).clone() for (n, shape), q in zip(thin, starts, strict=True)},
+        }
+
+    def _lay_out(self, index: int, buffer: torch.Tensor) -> None:
+        names = self._buckets[index]
+        if f"{names[0]}.error" not in self._memory:
+            return
+        self.state.error_dict[index] = torch.cat([self._memory.pop(f"{name}.error").view(-1) for name in names])
+        thin = self._thin(names)
+        rows = sum(self.parameters[name].shape[0] * rank for name, (_, rank) in thin)
+        self.state.p_memory_dict[index] = buffer.new_empty(rows)
+        self.state.q_memory_dict[index] = torch.cat(
+            [buffer.new_empty(0), *(self._memory.pop(f"{name}.q").view(-1) for name, _ in thin)]
+        )
 
 
 def rounded(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:

@@ -130,14 +130,16 @@ class ShapeConfig:
 class TrainConfig:
     """A whole run.
 
-    ``model``: a factory of an ``nn.Module``. ``data``: a factory of a map-style dataset of training samples
-    ``(inputs, targets)``. ``loss``: a function ``(outputs, targets) -> (sum of losses, count)``, by default the
-    token-sum
-    cross entropy, targets of -100 left out. ``evaluate``: a function ``module -> {metric: value}``, run on
-    rank 0 every ``evaluate_every`` steps and at the end. Batches are in samples; ``global_batch`` over all ranks is cut
-    into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them. ``tensor_parallel``: how
+    ``model``: a factory of an ``nn.Module``. ``data``: a factory of a map-style dataset of training samples ``(inputs,
+    targets)``. ``loss``: a function ``(outputs, targets) -> (sum of losses, count)``, by default the token-sum cross
+    entropy, targets of -100 left out (``accel.train.loss:squared_error`` is there too). ``evaluate``: a function
+    ``module -> {metric: value}``, run on rank 0 every ``evaluate_every`` steps and at the end. ``pack``: samples are
+    documents of any length, which are put together into sequences of so many positions (0: samples are taken as they
+    are; see ``accel.train.packing``). Batches are in samples (packed: in sequences); ``global_batch`` over all ranks is
+    cut into micro-batches of ``micro_batch`` a rank, and gradients are accumulated over them. ``tensor_parallel``: how
     modules are cut, by name pattern (see ``accel.train.tensor_parallel``). ``compile``: each block by torch.compile.
     ``peak_flops`` of one rank's device a second (989e12 for an H100 in bf16) makes the log say the MFU.
+    ``drop_last = false`` makes a last, smaller batch of what doesn't fill one at the end of an epoch.
     ``hang_seconds`` without a step stop the run, and the rank that hangs is named (0: never); until the first step
     it is ten times that.
     """
@@ -158,6 +160,8 @@ class TrainConfig:
     hang_seconds: float = 1800.0
     peak_flops: float = 0.0
     tensorboard: bool = False
+    pack: int = 0
+    drop_last: bool = True
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -9,8 +9,7 @@ some sequences is a data-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from accel.errors import BadConfig, BadData
-from accel.plan.measure import blocks
+from accel.train.attention import AroundAttention
 from accel.train.config import TrainConfig
 from accel.train.inputs import call, to_device
 from accel.train.layout import Ranks
@@ -35,25 +33,14 @@ _FIX = (
 )
 
 
-class Ulysses(TorchFunctionMode):
+class Ulysses(AroundAttention):
     """Inside, attention sees whole sequences: float[batch, heads, own positions, width] in and out."""
-
-    _inside = False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention or Ulysses._inside:
-            return func(*args, **(kwargs or {}))
-        Ulysses._inside = True  # a block in a model is wrapped twice
-        try:
-            return self._attention(*args, **(kwargs or {}))
-        finally:
-            Ulysses._inside = False
-
-    def _attention(
+    def attention(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -97,9 +84,9 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     module.eval()
     with torch.no_grad():
         expected = part(call(module, inputs), mesh)
-        embedding.register_forward_hook(lambda _, __, output: part(output, mesh, output.ndim - 2))
-        for inner in (*blocks(module), module):
-            inner.forward = partial(_under, Ulysses(mesh), inner.forward)
+        # A copy: a view would keep the whole output until the backward pass.
+        embedding.register_forward_hook(lambda _, __, output: part(output, mesh, output.ndim - 2).clone())
+        Ulysses(mesh).wrap(module)
         try:
             found = call(module, inputs)
         except BadConfig:
@@ -113,11 +100,6 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     dist.all_reduce(wrong, group=mesh.get_group())  # the first part of a sequence may be right where another isn't
     if wrong:
         raise BadConfig(f"with its sequence cut after {name}, the model gives something else; {_FIX}")
-
-
-def _under(mode: Ulysses, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    with mode:
-        return forward(*arguments, **named)
 
 
 def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accel.artifact import file_sha256
+from accel.errors import CannotWrite
 from accel.train.config import TrainConfig
 from accel.train.inputs import named_inputs
 from accel.train.layout import Ranks
@@ -82,6 +83,8 @@ def write_run(
     declaration = getattr(factory, "__accel__", None)
     count = min(64, len(data))
     stacked = torch.utils.data.default_collate([data[i] for i in range(count)])[0]
+    if config.pack:  # positions and documents are training's own
+        stacked = stacked[0]
     signature = None
     if declaration is not None:
         signature = {
@@ -116,12 +119,43 @@ def write_final(
     example: Mapping[str, torch.Tensor],
     signature: Mapping[str, Any] | None,
 ) -> None:
-    """Write ``folder`` beside and rename it, so that it is there whole or not at all (rank 0)."""
-    from safetensors.torch import save_file
+    """Write ``folder`` beside and rename it, so that it is there whole or not at all (rank 0).
+
+    Raises ``CannotWrite`` where there is no room for it.
+    """
+    from safetensors import SafetensorError
 
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    try:
+        part.mkdir(parents=True)
+        _write(part, state, model=model, config=config, metrics=metrics, example=example, signature=signature)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise CannotWrite(
+            f"{folder} could not be written ({' '.join(str(error).split())[:200]}); free some space and run it again, "
+            "the last checkpoint is whole"
+        ) from error
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.replace(old)
+    part.replace(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(
+    part: Path,
+    state: Mapping[str, torch.Tensor],
+    *,
+    model: str,
+    config: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    example: Mapping[str, torch.Tensor],
+    signature: Mapping[str, Any] | None,
+) -> None:
+    from safetensors.torch import save_file
+
     groups: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in state.items():
@@ -148,9 +182,3 @@ def write_final(
         "files": {f.name: file_sha256(f) for f in sorted(part.iterdir())},
     }
     (part / "config.json").write_text(json.dumps(body, indent=2))
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.replace(old)
-    part.replace(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accel.errors import BadData, TrainingFailed
 from accel.train import loss as losses
 from accel.train import tensor_parallel, watchdog
-from accel.train.build import build, make_model
+from accel.train.build import build, make_data, make_model
 from accel.train.checkpoint import Checkpoints
 from accel.train.config import TrainConfig
 from accel.train.data import loader
@@ -25,7 +26,7 @@ from accel.train.final import gather, write_run
 from accel.train.layout import Ranks
 from accel.train.log import LOG, StepLog
 from accel.train.passes import Batch, take
-from accel.train.precision import LossScale, gradient_norm, make_optimizer, scale_gradients, scales_loss
+from accel.train.precision import LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss
 from accel.train.rules import runnable
 from accel.train.schedule import learning_rate
 
@@ -44,14 +45,14 @@ class Trainer:
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         torch.use_deterministic_algorithms(config.deterministic)
-        self.data = _make(config.data)
+        self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
         self.evaluate: Callable[[nn.Module], Mapping[str, float]] | None = (
             load_object(config.evaluate, "metric")[1] if config.evaluate else None
         )
         self.built = build(config, ranks, self.loss, self.data)
         self.module = self.built.module
-        self.optimizer = make_optimizer(self.module, config.optimizer, self.mode)
+        self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
         )
@@ -103,6 +104,7 @@ class Trainer:
                 seed=config.seed,
                 first=self.step,
                 processes=config.loader_processes,
+                drop_last=config.drop_last,
             )
         )
 
@@ -158,15 +160,10 @@ class Trainer:
         return (self.config.seed << 32) + stream + (stage << 48)
 
     def _not_finite(self, loss: float) -> str:
-        bad = ""
-        for name, parameter in zip(self.optimizer.names, self.optimizer.parameters, strict=True):
-            for what, value in (("", parameter), ("the gradient of ", parameter.grad)):
-                local = getattr(value, "to_local", lambda v=value: v)()
-                if local is not None and not bool(torch.isfinite(local).all()):
-                    bad = f"; the first that isn't finite is {what}{name}"
-                    break
-            if bad:
-                break
+        named = list(zip(self.optimizer.names, self.optimizer.parameters, strict=True))
+        # Weights first: where one of them is bad, every gradient is.
+        found = [(name, p.detach()) for name, p in named] + [(f"the gradient of {name}", p.grad) for name, p in named]
+        bad = next((f"; the first that isn't finite is {name}" for name, value in found if _is_bad(value)), "")
         return (
             f"the loss is {loss:g} at step {self.step + 1}{bad}; the last checkpoint is kept, look at the data or "
             f"lower the "
@@ -201,14 +198,27 @@ class Trainer:
         return model.eval()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, by name: ``model.*`` and ``optimizer.*``."""
+        """What a checkpoint holds, by name: ``model.*``, ``optimizer.*`` and, of PowerSGD, ``compression.*``."""
+        memory = self.built.memory.state_dict() if self.built.memory is not None else {}
+        return self._weights() | {f"compression.{name}": value for name, value in memory.items()}
+
+    def _weights(self) -> dict[str, Any]:
         found = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
+
+    def _wanted(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        """What is read from the checkpoint that ``run`` describes."""
+        memory, saved = self.built.memory, run.get("powersgd") or {}
+        found = self._weights()
+        if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
+            found |= {f"compression.{name}": value for name, value in memory.empty().items()}
+        return found
 
     def save(self) -> None:
         """Begin (or make) the checkpoint of this step, where there is none yet."""
         if self.checkpoints.has(self.step):
             return
+        state, memory = self.state(), self.built.memory
         run = {
             "step": self.step,
             "model": self.config.model,
@@ -218,16 +228,19 @@ class Trainer:
             "world": self.ranks.world,
             "expected": self.expected,
         }
-        self.checkpoints.save(self.state(), run)
+        if memory is not None:
+            begun = any(name.startswith("compression.") for name in state)
+            run["powersgd"] = {"iter": memory.state.iter, "rank": memory.rank, "begun": begun}
+        self.checkpoints.save(state, run)
 
     def resume(self) -> None:
         """Go on from the newest finished checkpoint there is, written on whatever world size and ZeRO stage."""
         if not self.checkpoints.complete():
             return
         self.optimizer.materialise()
-        state = self.state()
-        run = self.checkpoints.load_newest(state, self.config.model)
-        assert run is not None
+        found = self.checkpoints.load_newest(self._wanted, self.config.model)
+        assert found is not None
+        run, state = found
         with torch.no_grad():
             own = self.module.state_dict()
             for name, value in state.items():
@@ -236,6 +249,11 @@ class Trainer:
         self.optimizer.load_state_dict(
             {name.removeprefix("optimizer."): v for name, v in state.items() if name.startswith("optimizer.")}
         )
+        if self.built.memory is not None and run.get("powersgd"):
+            self.built.memory.load_state_dict(
+                {name.removeprefix("compression."): v for name, v in state.items() if name.startswith("compression.")}
+            )
+            self.built.memory.state.iter = int(run["powersgd"]["iter"])
         self.scale.load_state_dict(run["scale"])
         self.metrics = dict(run["metrics"])
         self.expected = float(run["expected"])
@@ -267,8 +285,6 @@ class Trainer:
                 self.checkpoints.wait()
 
 
-def _make(spec: str) -> Any:
-    from accel.sources.python_object import load_object
-    from accel.sources.torch_source import call_factory
-
-    return call_factory(load_object(spec, "factory")[1], spec)
+def _is_bad(value: torch.Tensor | None) -> bool:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local is not None and not bool(torch.isfinite(local).all())

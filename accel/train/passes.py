@@ -18,7 +18,8 @@ from accel.train.inputs import call, to_device
 from accel.train.precision import autocast, parameter_dtype
 from accel.train.zero import micro_batch
 
-Batch = tuple[Any, torch.Tensor]
+# Inputs and targets; no targets where a rank only takes part.
+Batch = tuple[Any, torch.Tensor | None]
 
 
 class Passes(Protocol):
@@ -45,6 +46,9 @@ class Accumulated:
             with micro_batch(self.module, self.zero, last=index == len(batches) - 1):
                 with autocast(self.mode, self.device.type):
                     outputs = call(self.module, to_device(x, self.device, parameter_dtype(self.mode)))
+                if y is None:
+                    take_part(outputs)
+                    continue
                 targets = y.to(self.device) if self.cp is None else part(y.to(self.device), self.cp)
                 seen += backward(outputs, targets, self.loss, forth)
         return seen
@@ -56,6 +60,12 @@ def backward(outputs: torch.Tensor, targets: torch.Tensor, loss: losses.Loss, fo
         total, count = loss(losses.seen_by(loss, outputs), targets)
         torch.autograd.backward(total * forth)
     return losses.pair(total, count)
+
+
+def take_part(outputs: torch.Tensor) -> None:
+    """The backward pass of a rank that has no sample left: the others wait for it in their collectives."""
+    local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
+    torch.autograd.backward((local * 0).sum())
 
 
 def take(batches: Iterator[Batch], count: int) -> list[Batch]:

@@ -238,7 +238,7 @@ class Pipelined:
             if any(isinstance(x, Mapping) for x, _ in batches):
                 raise BadConfig("a pipeline takes inputs by position; let the data give tensors or tuples, no dicts")
             inputs = to_device(tuple(map(torch.cat, zip(*given, strict=True))), self.ranks.device, self.dtype)
-        target = torch.cat([y for _, y in batches]).to(self.ranks.device) if self.last else None
+        target = torch.cat([y for _, y in batches if y is not None]).to(self.ranks.device) if self.last else None
         with loss_parallel():  # the backward pass of a cut vocabulary runs inside
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:

@@ -52,7 +52,7 @@ def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
 
 
 class MasterOptimizer:
-    """An optimizer, over float32 copies of the parameters where the mode keeps them.
+    """The optimizer that ``config`` names, over float32 copies of the parameters where the mode keeps them.
 
     Works on plain parameters and on DTensor shards alike; each rank holds the copies of its own shards only.
     """
@@ -132,11 +132,6 @@ class MasterOptimizer:
                         value.copy_(state[f"{name}.{key}"])
                     else:
                         self.inner.state[tensor][key] = state[f"{name}.{key}"]
-
-
-def make_optimizer(module: nn.Module, config: OptimizerConfig, mode: str) -> MasterOptimizer:
-    """The optimizer that ``config`` names, in precision ``mode``."""
-    return MasterOptimizer(module, config, mode)
 
 
 def _inner(tensors: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:

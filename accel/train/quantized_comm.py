@@ -1,9 +1,11 @@
 """Collectives of FSDP2 in 8 bits: qwZ (gather of parameters) and qgZ (reduction of gradients) of ZeRO++.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training": values are quantized
-symmetrically in blocks, each with its own scale, so that one outlier spoils its block only. A gradient is quantized
-once for the wire, exchanged all to all, and summed in float32; nothing is quantized twice. int8 here (the paper's
-reduction uses int4 between nodes): a value is off by at most half a step, 1/254 of the largest in its block.
+symmetrically in blocks, each with its own scale, so that one outlier spoils its block only; blocks begin anew with each
+parameter, so that a norm's weights of 1 don't spoil a neighbour's of 0.02. A gradient is quantized once for the wire,
+exchanged all to all, and summed in float32; nothing is quantized twice: under hpZ the backward pass gathers what the
+forward pass got, as it is. int8 here (the paper's reduction uses int4 between nodes): a value is off by at most half a
+step, 1/254 of the largest in its block.
 """
 
 from __future__ import annotations
@@ -40,15 +42,50 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.to(torch.float32) * torch.where(scales.isfinite(), scales, torch.nan)[..., None]
 
 
+def encode(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """1-D floats, parameters of ``sizes`` end to end, to as many int8 codes and the float32 scales of their blocks."""
+    parts = [quantize(part) for part in values.split(list(sizes))]
+    codes = [codes.view(-1)[:size] for (codes, _), size in zip(parts, sizes, strict=True)]
+    return torch.cat(codes), torch.cat([scales for _, scales in parts])
+
+
+def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
+    """float32 [rows, values] of what ``encode`` made of each row."""
+    blocks = [-(-size // BLOCK) for size in sizes]
+    found = []
+    for code, scale, size, count in zip(
+        codes.split(list(sizes), 1), scales.split(blocks, 1), sizes, blocks, strict=True
+    ):
+        padded = code.new_zeros((len(code), count * BLOCK))
+        padded[:, :size] = code
+        found.append(dequantize(padded.view(len(code), count, BLOCK), scale).flatten(1)[:, :size])
+    return torch.cat(found, 1)
+
+
 class _Comm:
     """What FSDP2 asks of a collective of one's own, but for the call."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
+    def sizes(self, count: int) -> list[int]:
+        """How many of the ``count`` values that a rank gives are of each parameter; all of one where FSDP2 leaves
+        parameters out, as it does with those that got no gradient."""
+        groups = self.module._get_fsdp_state()._fsdp_param_groups
+        found = [p._sharded_param_data.numel() for group in groups for p in group.fsdp_params]
+        return found if sum(found) == count else [count]
+
 
 class QuantizedAllGather(_Comm):
-    """Every rank, the one that owns a shard too, gets the same rounded parameters: replicas stay equal."""
+    """Every rank, the one that owns a shard too, gets the same rounded parameters: replicas stay equal. ``shards``: the
+    ranks that the parameters are sharded over."""
+
+    def __init__(self, module: FSDPModule, shards: int) -> None:
+        super().__init__(module)
+        self.shards = shards
 
     def __call__(
         self,
@@ -58,12 +95,16 @@ class QuantizedAllGather(_Comm):
         async_op: bool = False,  # noqa: ARG002 - FSDP2's own call
     ) -> None:
         world = dist.get_world_size(group)
-        codes, scales = quantize(input_tensor)
-        all_codes = codes.new_empty((world * len(codes), BLOCK))
+        if world != self.shards:  # hpZ's second shards, which were rounded on their way here
+            dist.all_gather_single(output_tensor, input_tensor, group=group)
+            return
+        sizes = self.sizes(input_tensor.numel())
+        codes, scales = encode(input_tensor, sizes)
+        all_codes = codes.new_empty(world * len(codes))
         all_scales = scales.new_empty(world * len(scales))
         dist.all_gather_single(all_codes, codes, group=group)
         dist.all_gather_single(all_scales, scales, group=group)
-        found = dequantize(all_codes, all_scales).view(world, -1)[:, : input_tensor.numel()]
+        found = decode(all_codes.view(world, -1), all_scales.view(world, -1), sizes)
         output_tensor.copy_(found.reshape(output_tensor.shape))
 
 
@@ -79,25 +120,26 @@ class QuantizedReduceScatter(_Comm):
         async_op: bool = False,  # noqa: ARG002 - FSDP2's own call
     ) -> None:
         world = dist.get_world_size(group)
-        parts = [quantize(part) for part in input_tensor.reshape(world, -1)]
+        sizes = self.sizes(output_tensor.numel())
+        parts = [encode(part, sizes) for part in input_tensor.reshape(world, -1)]
         codes, scales = (torch.stack(rows) for rows in zip(*parts, strict=True))
         got_codes, got_scales = torch.empty_like(codes), torch.empty_like(scales)
         dist.all_to_all_single(got_codes, codes, group=group)
         dist.all_to_all_single(got_scales, scales, group=group)
-        total = dequantize(got_codes, got_scales).sum(0).view(-1)[: output_tensor.numel()]
+        total = decode(got_codes, got_scales, sizes).sum(0)
         if op == dist.ReduceOp.AVG:
             total /= world
-        elif op != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"a quantized reduction sums or averages; FSDP2 asked for {op}")
+        else:
+            assert op == dist.ReduceOp.SUM, op  # FSDP2 asks for others with a divide factor of one's own alone
         output_tensor.copy_(total.view(output_tensor.shape))
 
 
-def set_quantized(module: torch.nn.Module, *, gather: bool, reduce: bool) -> None:
-    """Let each FSDP2 module inside ``module`` gather its parameters (``gather``) and reduce its gradients
-    (``reduce``) in int8."""
+def set_quantized(module: torch.nn.Module, shards: int, *, gather: bool, reduce: bool) -> None:
+    """Let each FSDP2 module inside ``module``, sharded over ``shards`` ranks, gather its parameters (``gather``) and
+    reduce its gradients (``reduce``) in int8."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             if gather:
-                part.set_custom_all_gather(QuantizedAllGather())  # type: ignore[arg-type]
+                part.set_custom_all_gather(QuantizedAllGather(part, shards))  # type: ignore[arg-type]
             if reduce:
-                part.set_custom_reduce_scatter(QuantizedReduceScatter())  # type: ignore[arg-type]
+                part.set_custom_reduce_scatter(QuantizedReduceScatter(part))  # type: ignore[arg-type]

@@ -86,6 +86,7 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         "hang_seconds": config.hang_seconds,
         "peak_flops": config.peak_flops,
         "loader_processes": config.loader_processes,
+        "pack": config.pack,
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.clip": config.optimizer.clip,
         "schedule.warmup": config.schedule.warmup,
@@ -129,6 +130,12 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield f"hpz {p.hpz} is no true part of {shards} shards; use a divisor between 1 and {shards}, or 0"
     if config.compile and p.tp * p.pp * p.cp > 1:
         yield "compiled blocks are not cut over tp, pp or cp; use compile = false with them"
+    if config.pack and (config.compile or p.pp * p.cp > 1):
+        yield "documents are kept apart in the whole model's attention; use pp 1, cp 1 and compile = false with pack"
+    if not config.drop_last and p.pp > 1:
+        yield "a pipeline's micro-batches are all of one size; use drop_last = true with pp"
+    if p.compression == "powersgd" and "fp16" in config.precision.resolved:
+        yield "PowerSGD would keep what overflowed for the next step; use a bf16 precision.mode with it"
     if config.global_batch % (config.micro_batch * data):
         step = config.micro_batch * data
         best = max(step, config.global_batch // step * step)
@@ -144,6 +151,12 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield f"{config.shape.layers} layers can't be cut into {p.pp} pipeline stages; use a smaller pp"
     if config.shape.heads % p.tp:
         yield f"{config.shape.heads} heads don't divide by tp {p.tp}; use a divisor"
+    heads, kv_heads, seq = config.shape.heads, config.shape.kv_heads, config.shape.seq
+    if heads % p.cp or kv_heads % p.cp or seq % p.cp:
+        yield (
+            f"{heads} heads ({kv_heads or heads} of keys and values) and a sequence of {seq} "
+            f"don't all divide by cp {p.cp}; use a common divisor"
+        )
     if p.offload and p.zero == 0:
         yield "CPU offload keeps shards on the host, and ZeRO 0 has none; use parallel.zero = 3"
 

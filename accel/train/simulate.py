@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.plan.measure import SavedBytes
 from accel.plan.traffic import ring
-from accel.train.precision import make_optimizer, parameter_dtype
+from accel.train.precision import MasterOptimizer, parameter_dtype
 from accel.train.zero import micro_batch, shard
 
 
@@ -55,9 +55,8 @@ def simulate(
     """One step of ``factory``'s model on ``world`` data-parallel ranks, seen from rank 0.
 
     ``inputs`` makes one micro-batch ``(inputs, targets)``. No process group may exist. Gradients are counted where
-    they are
-    kept until the step. Stage 0 is not wrapped: DDP's reducer is native code that fake tensors can't enter, so its
-    traffic is not simulated.
+    they are kept until the step. Stage 0 is not wrapped: DDP's reducer is native code that fake tensors can't enter,
+    so its traffic is not simulated.
     """
     from accel.train.config import OptimizerConfig
 
@@ -68,7 +67,7 @@ def simulate(
             with _default_dtype(parameter_dtype(precision)):  # fake parameters can't be cast once they are made
                 module = factory()
             called = shard(module, mesh, zero)
-            stepper = make_optimizer(module, OptimizerConfig(name=optimizer), precision)
+            stepper = MasterOptimizer(module, OptimizerConfig(name=optimizer), precision)
             with _Sent(found):
                 for index in range(accumulation):
                     x, y = inputs()

@@ -4,11 +4,10 @@
     0      nothing (DDP)               -                       on the last micro-batch
     1      optimizer states            no                      on the last micro-batch
     2      + gradients                 no                      on every micro-batch
-    3      + parameters                yes                     on every micro-batch
+    3      + parameters                yes (blocks)            on every micro-batch
 
-Under FSDP2 the optimizer always works on shards; what a stage adds is how long the whole of a thing is kept. At
-stages 1
-and 2 the gathered parameters stay through all micro-batches of a step; on the last one they always go, because the
+Under FSDP2 the optimizer always works on shards; what a stage adds is how long the whole of a thing is kept. At stages
+1 and 2 the gathered parameters stay through all micro-batches of a step; on the last one they always go, because the
 optimizer steps the shards and a gathered copy left alive would hide the step.
 """
 
@@ -54,7 +53,8 @@ def shard(
     reshard = hpz or zero == 3
     for block in blocks(module) if parts is None else parts:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+    # What lies outside the blocks is held all through both passes; giving it back between them would save nothing.
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     return module
 
 

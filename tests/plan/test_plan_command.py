@@ -43,6 +43,30 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
     assert "assumed: 400 TFLOP/s" in capsys.readouterr().out
 
 
+def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a sequence that no layout without context parallel can hold isn't planned with it, what is written can't
+    run, or planning what is written gives other bytes."""
+    config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
+    shape = SHAPE.replace("seq = 2048", "seq = 131072").replace("vocab = 32000", "vocab = 32003")  # tp can't cut that
+    config.write_text(f"global_batch = 8\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{shape}")
+    line = ["plan", str(config), "--world", "8", "--hbm", "80G", "-o", str(out), "--json"]
+    assert run(group, line) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert all(plan["layout"]["cp"] > 1 for plan in body["feasible"])
+    assert body["communication_bytes_per_step_by_axis"]["cp"] > 0
+    chosen = TrainConfig.load(out)
+    assert chosen.parallel.cp == body["layout"]["cp"]
+    for plan in body["feasible"]:
+        kind = plan["layout"]
+        parallel = {name: kind[name] for name in ("zero", "cp", "recompute")}
+        batches = {"global_batch": 8, "micro_batch": kind["micro_batch"]}
+        TrainConfig.from_dict({**batches, "parallel": parallel, "shape": vars(chosen.shape)}).validate(8)
+    assert run(group, ["plan", str(out), "--world", "8", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["total_bytes_per_rank"] == body["total_bytes_per_rank"]
+    assert again["communication_bytes_per_step"] == body["communication_bytes_per_step"]
+
+
 def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if a model of unknown shape is not counted and tried: its parameters, and activations of its own layers."""
     source = tmp_path / "made.py"
@@ -69,6 +93,8 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
         ("plan nothing.toml --world 4", "does not exist"),
         ("plan --params 7.5e9 --world 64 --tp 3", "use a multiple of 3"),
         ("plan --params 7.5e9 --world 64 --tp 4", "pass --layers"),
+        ("plan --params 7.5e9 --world 64 --cp 4", "pass --layers"),
+        ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "don't all divide by cp 4"),
         ("plan --params x --world 4", "write e.g. 80G"),
         ("plan --params 70e9 --world 2 --hbm 8G", "use more ranks"),
     ],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
+from accel.plan.measure import spec_of
 from accel.plan.memory import activations, inference_memory, model_states, stage_params, training_memory
 from accel.plan.search import search
 from accel.plan.spec import Layout, Machine, ModelSpec, quantity
-from accel.plan.traffic import bubble, data_parallel_bytes, flops, ring, tensor_parallel_bytes
+from accel.plan.traffic import bubble, context_parallel_bytes, data_parallel_bytes, flops, ring, tensor_parallel_bytes
 from accel.train.simulate import simulate
 
 SHAPE = GPTConfig(vocab=1000, layers=6, hidden=256, heads=8, seq=128)
@@ -46,8 +49,7 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _spec() -> ModelSpec:
-    params = sum(p.numel() for p in GPT(SHAPE).parameters())
-    return ModelSpec(params=params, layers=6, hidden=256, heads=8, vocab=1000, seq=128)
+    return replace(spec_of(GPT(SHAPE)), seq=128)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -57,8 +59,8 @@ def _spec() -> ModelSpec:
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
     """Fails if what FSDP2 keeps and sends (counted tensor by tensor, collective by collective) leaves the closed form
-    by
-    more than what padding to the world size adds, or if ``train.zero`` gathers or reduces more often than it says."""
+    by more than what padding to the world size adds, or if ``train.zero`` gathers or reduces more often than it
+    says."""
     found = simulate(
         lambda: GPT(SHAPE), _inputs, world=world, zero=zero, precision=precision, accumulation=accumulation
     )
@@ -96,7 +98,7 @@ def test_states_and_traffic_at_1024_ranks() -> None:
     shape = GPTConfig(vocab=1024, layers=1, hidden=1024, heads=8, seq=1024)
     ids = torch.zeros(1, 1024, dtype=torch.long)
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), world=1024, zero=3, precision="bf16")
-    spec = ModelSpec(params=sum(p.numel() for p in GPT(shape).parameters()))
+    spec = spec_of(GPT(shape))
     layout = Layout(world=1024, zero=3, precision="bf16")
     _, gradients, optimizer = model_states(spec, layout)
     assert (found.gradients, found.optimizer) == (gradients, optimizer)
@@ -138,6 +140,36 @@ def test_tensor_parallel_traffic_and_bubble() -> None:
     assert bubble(piped) == pytest.approx(3 / 15)
     assert bubble(Layout(world=4, pp=4, accumulation=12, pipeline="interleaved", chunks=2)) == pytest.approx(3 / 27)
     assert bubble(Layout(world=4, pp=4, accumulation=12, pipeline="zero-bubble")) == 0
+
+
+def test_context_parallel_is_data_parallel_to_zero() -> None:
+    """Fails if ranks that share sequences hold other states than data-parallel ranks do, their activations aren't a
+    share of a sequence's, or what they send isn't Ulysses's 4 s b h / c a layer and pass ((c - 1) / c of it leaves the
+    rank; Jacobs et al. 2023, section 3.2)."""
+    spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
+    layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
+    wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
+    assert (layout.dp, layout.shards, layout.global_batch) == (2, 8, 12)
+    assert model_states(spec, layout) == model_states(spec, wide)
+    assert data_parallel_bytes(spec, layout) == data_parallel_bytes(spec, wide)
+    turned = 4 * 1024 * 2 * 64 * 2 / 4  # the attention's output, which stays twice
+    whole, part = activations(spec, wide), activations(spec, layout)
+    assert whole is not None
+    assert part == pytest.approx(whole / 4 + turned)
+    assert context_parallel_bytes(spec, layout) == 3 * 4 * 2 * 4 * (1024 * 2 * 64 * 2 / 4) * 3 / 4
+    again = replace(layout, recompute="full")
+    assert context_parallel_bytes(spec, again) == 1.5 * context_parallel_bytes(spec, layout)
+    grouped = replace(spec, kv_heads=2)
+    assert context_parallel_bytes(grouped, layout) == context_parallel_bytes(spec, layout) * 2.5 / 4
+
+
+def test_replicas_shard_less_and_reduce_among_themselves() -> None:
+    """Fails if hybrid sharding is planned as if all ranks held one shard each, or its replicas' all-reduce is left
+    out."""
+    spec = ModelSpec(params=10**9)
+    hybrid = Layout(world=64, zero=3, replicate=8)
+    assert model_states(spec, hybrid) == model_states(spec, Layout(world=8, zero=3))
+    assert data_parallel_bytes(spec, hybrid) == 3 * ring(2e9, 8) + 2 * ring(2e9 / 8, 8)
 
 
 def test_flops_equal_the_published_form() -> None:
@@ -196,6 +228,9 @@ def test_bad_quantities_are_refused(text: str) -> None:
         ({"world": 4, "zero": 5}, "stages 0, 1, 2 and 3"),
         ({"world": 4, "precision": "fp12"}, "use one of fp32"),
         ({"world": 4, "zero": 2, "qwz": True}, "pass --zero 3"),
+        ({"world": 6, "cp": 4}, "tp 1 x pp 1 x cp 4; use a multiple of 4"),
+        ({"world": 8, "cp": 2, "tp": 2}, "use tp 1, pp 1"),
+        ({"world": 8, "replicate": 3}, "don't divide into 3 replicas"),
     ],
 )
 def test_impossible_layouts_are_refused(kind: dict[str, object], says: str) -> None:

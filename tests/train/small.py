@@ -80,6 +80,22 @@ def odd_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(ids[:15], targets[:15]) for ids, targets in data()]
 
 
+def few() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Three batches of 8 and a last one of 2, of which some ranks get nothing."""
+    return data()[:26]
+
+
+def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces of 1 to 16 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(400):
+        size = int(torch.randint(1, LENGTH + 1, (), generator=generator))
+        ids = torch.randint(0, VOCABULARY, (size,), generator=generator)
+        found.append((ids, (ids * 3 + 1) % VOCABULARY))
+    return found
+
+
 def wrong_chain() -> torch.nn.Module:
     """A model that does more than its chain says."""
 

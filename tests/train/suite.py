@@ -47,6 +47,10 @@ OWN_PLAN = {
     "lm_head": "vocabulary",
 }
 
+UNEVEN = [f"data={HERE}:few", "drop_last=false"]
+PACKED = [f"data={HERE}:documents", "pack=16"]
+POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
+
 # name -> overrides. All of them see the same global batches as one process does.
 ROWS: dict[str, list[str]] = {
     "ZeRO 0 (DDP)": ["parallel.zero=0"],
@@ -62,6 +66,9 @@ ROWS: dict[str, list[str]] = {
     "ZeRO 3, full recomputation": ["parallel.zero=3", "parallel.recompute=full"],
     "ZeRO 1, selective recomputation": ["parallel.zero=1", "parallel.recompute=selective"],
     "ZeRO 3, CPU offload": ["parallel.zero=3", "parallel.offload=true"],
+    "ZeRO 0, uneven last batch": UNEVEN,
+    "ZeRO 3, uneven last batch": ["parallel.zero=3", *UNEVEN],
+    "ZeRO 3, packed documents, full recomputation": ["parallel.zero=3", "parallel.recompute=full", *PACKED],
     "ZeRO 3, autocast-bf16": ["parallel.zero=3", "precision.mode=autocast-bf16"],
     "ZeRO 0, autocast-fp16": ["parallel.zero=0", "precision.mode=autocast-fp16", "precision.loss_scale=1024"],
     "ZeRO 2, bf16 with master weights": ["parallel.zero=2", "precision.mode=bf16"],
@@ -80,6 +87,9 @@ ONLY: dict[int, dict[str, list[str]]] = {
             OWN_MODEL, "parallel.tp=2", "parallel.sequence_parallel=false",
         ],
         "TP 2, a loss of one's own": ["parallel.tp=2", f"loss={HERE}:own_loss"],
+        "TP 2, uneven last batch": ["parallel.tp=2", *UNEVEN],
+        "TP 2, packed documents": ["parallel.tp=2", *PACKED],
+        "CP 2 (Ulysses) x ZeRO 3, uneven last batch": ["parallel.cp=2", "parallel.zero=3", *UNEVEN],
         "PP 2, GPipe": ["parallel.pp=2", "parallel.pipeline=gpipe"],
         "PP 2, 1F1B, clipping": ["parallel.pp=2", "micro_batch=1", "optimizer.clip=0.1"],
         "PP 2, interleaved": ["parallel.pp=2", "parallel.pipeline=interleaved"],
@@ -213,6 +223,20 @@ def main(folder: Path, others: list[Path]) -> None:
             resume(found, source, world)
     if world == 2:
         found["refused"] = _refused(folder)
+        found["context parallel"] = _context_parallel(folder)
+        trainer = start(POWER_SGD, folder / "power_sgd")
+        found["power_sgd"] = {"whole": losses(start(POWER_SGD, folder / "none")), "first": losses(trainer, HALF)}
+        trainer.finish()
+        forgetful = start(POWER_SGD, folder / "power_sgd")
+        forgetful.resume()
+        assert forgetful.built.memory is not None
+        forgetful.built.memory.load_state_dict({})
+        found["power_sgd"]["forgotten"] = losses(forgetful)
+    for source in (folder, *others):
+        if (source / "power_sgd").is_dir():
+            trainer = start(POWER_SGD, source / "power_sgd")
+            trainer.resume()
+            found["power_sgd resumed"] = losses(trainer)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
@@ -247,6 +271,29 @@ def _gradients(world: int, folder: Path) -> None:
         weights = gather(trainer.module.state_dict(), trainer.ranks)
         if weights is not None:
             torch.save(weights, folder / f"gradient-{name}.pt")
+
+
+def _context_parallel(folder: Path) -> dict[str, float]:
+    """What context parallel keeps for the backward pass of a micro-batch and sends in its forward pass."""
+    from accel.plan.measure import SavedBytes
+    from accel.train.context_parallel import Ulysses
+
+    trainer = start(["parallel.cp=2"], folder / "none")
+    sent, turn = 0.0, Ulysses._turn
+
+    def counted(self: Ulysses, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
+        nonlocal sent
+        sent += tensor.nbytes * (self.mesh.size() - 1) / self.mesh.size()
+        return turn(self, tensor, had, gets)
+
+    x, y = next(trainer.batches())
+    Ulysses._turn = counted  # type: ignore[method-assign]
+    with SavedBytes(trainer.module.parameters()) as saved:
+        logits = trainer.module(x)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[:, : logits.shape[1]].flatten())
+    Ulysses._turn = turn  # type: ignore[method-assign]
+    del loss
+    return {"kept": saved.bytes, "sent": sent}
 
 
 def _save(found: dict[str, Any], world: int, folder: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accel.errors import BadConfig, BadData
 from accel.train.config import TrainConfig
-from accel.train.data import Order, loader
+from accel.train.data import MicroBatches, Order, loader
 from accel.train.schedule import learning_rate
 
 
@@ -70,6 +72,12 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
         ({"parallel": {"cp": 3}}, 4, "tp 1 x pp 1 x cp 3; use a multiple of 3 ranks"),
         ({"parallel": {"compression": "int3"}}, 2, "use one of none, bf16, fp16, powersgd"),
         ({"parallel": {"compression": "bf16", "zero": 1}}, 2, "use parallel.zero = 0"),
+        ({"parallel": {"compression": "powersgd"}, "precision": {"mode": "O1"}}, 2, "use a bf16 precision.mode"),
+        ({"pack": 64, "parallel": {"pp": 2}}, 2, "use pp 1, cp 1 and compile = false with pack"),
+        ({"pack": -1}, 1, "pack is -1; it can't be negative"),
+        ({"drop_last": False, "parallel": {"pp": 2}}, 2, "use drop_last = true with pp"),
+        ({"parallel": {"cp": 2}, "shape": {"heads": 4, "kv_heads": 1}}, 2, "(1 of keys and values)"),
+        ({"parallel": {"cp": 4}, "shape": {"heads": 4, "seq": 30}}, 4, "a sequence of 30 don't all divide by cp 4"),
         ({"compile": True, "parallel": {"tp": 2}}, 2, "use compile = false"),
         ({"parallel": {"pp": 4}, "global_batch": 8, "micro_batch": 4}, 4, "use --micro-batch=2"),
         ({"parallel": {"pp": 2, "pipeline": "interleaved"}, "global_batch": 5, "micro_batch": 1}, 2, "a multiple of 2"),
@@ -125,10 +133,48 @@ def test_the_loader_resumes_exactly() -> None:
         assert x.tolist() == a.tolist() == (-y).tolist() == (-b).tolist()
 
 
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 9))
+def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
+    length: int, each: int, ranks: int, first: int
+) -> None:
+    """Fails if a rank runs out of micro-batches before another, a sample of an epoch is lost or seen twice, or a
+    resumed run sees others."""
+    size = max(1, each // 2)
+    batch = size * 2 * ranks
+
+    def epoch(first: int, ranks: int, steps: int) -> list[list[int]]:
+        orders = [
+            Order(length, global_batch=batch, rank=rank, ranks=ranks, seed=5, first=first, drop_last=False)
+            for rank in range(ranks)
+        ]
+        parts = [iter(MicroBatches(order, size)) for order in orders]
+        micro = batch // (ranks * size)
+        return [[index for part in parts for _ in range(micro) for index in next(part)] for _ in range(steps)]
+
+    steps = -(-length // batch)
+    seen = epoch(0, ranks, 2 * steps)
+    for half in (seen[:steps], seen[steps:]):
+        assert sorted(index for step in half for index in step) == list(range(length))
+    assert epoch(first, ranks, steps) == epoch(0, ranks, first + steps)[first:]
+    assert [sorted(step) for step in epoch(0, 1, steps)] == [sorted(step) for step in seen[:steps]]
+
+
+def test_a_rank_without_samples_only_takes_part() -> None:
+    """Fails if a rank that has no sample of a last batch gives one, or none of its micro-batches."""
+    data = [(index, -index) for index in range(5)]
+    common = {"global_batch": 4, "micro_batch": 1, "ranks": 2, "seed": 1, "processes": 0, "drop_last": False}
+    parts = [iter(loader(data, first=1, rank=rank, **common)) for rank in range(2)]  # type: ignore[arg-type]
+    targets = [[next(part)[1] for _ in range(2)] for part in parts]
+    assert [[y is None for y in part] for part in targets] == [[True, True], [False, True]]
+
+
 def test_data_shorter_than_a_batch() -> None:
     """Fails if a run on too little data loops over nothing instead of saying so."""
     with pytest.raises(BadData, match="the data has 7 samples, a global batch takes 8"):
         Order(7, global_batch=8, rank=0, ranks=1, seed=0)
+    with pytest.raises(BadData, match="the data has 0 samples"):
+        Order(0, global_batch=8, rank=0, ranks=1, seed=0, drop_last=False)
 
 
 def test_schedules() -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -48,6 +48,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
     assert says in str(caught.value)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
 def test_stages_are_balanced(weights: list[int], stages: int) -> None:
     """Fails if a part is lost, doubled or out of turn, a stage is empty, or another cut has a cheaper dearest stage."""

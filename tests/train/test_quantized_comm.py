@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.train.quantized_comm import BLOCK, dequantize, quantize
+from accel.train.quantized_comm import BLOCK, decode, dequantize, encode, quantize
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 3 * BLOCK), seed=st.integers(0, 1000), scale=st.floats(1e-20, 1e20))
 def test_a_value_moves_by_half_a_step_at_most(size: int, seed: int, scale: float) -> None:
     """Fails if a block takes its scale from another one, or values are cut instead of rounded."""
@@ -41,3 +42,17 @@ def test_what_is_no_number_stays_none() -> None:
 
 def test_zeros_stay_zeros() -> None:
     assert (dequantize(*quantize(torch.zeros(5))) == 0).all()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2 * BLOCK + 3), min_size=1, max_size=5), st.integers(0, 100))
+def test_a_parameter_is_rounded_as_if_it_were_alone(sizes: list[int], seed: int) -> None:
+    """Fails if a block reaches over the end of a parameter, so that a norm's weights of 1 take the digits of a
+    neighbour's small ones, or a value lands in another parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(size, generator=generator) * 10.0 ** (index - 2) for index, size in enumerate(sizes)]
+    codes, scales = encode(torch.cat(parts), sizes)
+    assert len(codes) == sum(sizes)
+    found = decode(torch.stack([codes, codes]), torch.stack([scales, scales]), sizes)
+    alone = [dequantize(*quantize(part)).view(-1)[: len(part)] for part in parts]
+    assert torch.equal(found, torch.cat(alone).expand(2, -1))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accel.cli import group, run
-from accel.errors import BadCheckpoint, BadConfig, BadData, InvalidModel, TrainingFailed
+from accel.errors import BadCheckpoint, BadConfig, BadData, CannotWrite, InvalidModel, TrainingFailed
 from accel.sources import open_source
 from accel.train import watchdog
 from accel.train.config import TrainConfig
@@ -32,9 +32,8 @@ def _config(**tables: object) -> TrainConfig:
 
 @pytest.mark.slow
 def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented line doesn't train to 97 % on two sharded ranks, the checkpoint doesn't export as it
-    is, or
-    what is exported isn't bit for bit what was trained."""
+    """Fails if the documented line doesn't train to 97 % on two sharded ranks, the checkpoint doesn't export as it is,
+    or what is exported isn't bit for bit what was trained."""
     out = tmp_path / "run"
     line = f"train examples/digits.toml --nproc 2 --zero 3 --steps 200 --out {out}/ --json -q"
     assert run(group, line.split()) == 0
@@ -114,6 +113,15 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"the loss is nan at step 3; .* the gradient of embed.tokens.weight"):
         train(config, tmp_path)
     assert [f.name for f in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000002"]
+
+
+def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
+    """Fails if a weight that is no number is hidden behind the first gradient that it made so."""
+    trainer = _trainer(tmp_path)
+    with torch.no_grad():
+        trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
+    with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
+        trainer.one_step(trainer.batches())
 
 
 def _plain(config: TrainConfig) -> dict[str, object]:
@@ -199,6 +207,68 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other.write_text(SMALL.read_text())
     with pytest.raises(BadCheckpoint, match=r"is of the model .*small.py:model, not .*other.py:model"):
         _trainer(tmp_path, model=f"{other}:model").resume()
+
+
+def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Fails if a run whose model factory was edited takes up a part of the old weights, or starts over in silence."""
+    source = tmp_path / "source.py"
+    source.write_text(SMALL.read_text())
+    trainer = _trainer(tmp_path, model=f"{source}:model")
+    trainer.one_step(trainer.batches())
+    trainer.save()
+    source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
+    with pytest.raises(
+        BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 can't be read \(Size mismatch .*--fresh"
+    ):
+        train(_config(model=f"{source}:model"), tmp_path)
+
+
+# Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
+_FULL = {
+    "a checkpoint": """
+from accel.train.checkpoint import Checkpoints
+whole = Checkpoints.save
+def save(self, state, run):
+    if run["step"] == 6:
+        self.wait()
+        full()
+    whole(self, state, run)
+Checkpoints.save = save
+from accel.train.loss import cross_entropy as dies
+""",
+    "final": """
+import accel.train.final
+whole = accel.train.final.write_final
+def write_final(*arguments, **named):
+    full()
+    whole(*arguments, **named)
+accel.train.final.write_final = write_final
+from accel.train.loss import cross_entropy as dies
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", _FULL)
+def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
+    """Fails if a disk that is full in the middle of a save ends in a traceback, costs the checkpoint before it, leaves
+    half of one, or the same command, with room again, doesn't go on to the same curve."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
+        "def full():\n    if not Path(__file__).with_name('room').exists():\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n" + _FULL[what]
+    )
+    out, config = tmp_path / "run", _config(loss=f"{source}:dies", **_COMMON)
+    with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
+        train(config, out, nproc=2)
+    left = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert left[-1] == ("step-00000008" if what == "final" else "step-00000004")
+    assert not [path for path in (*out.iterdir(), *(out / "checkpoints").iterdir()) if path.name.startswith(".")]
+    (tmp_path / "room").touch()
+    assert train(config, out, nproc=2)["steps"] == 8
+    assert _log(out)[-2:] == pytest.approx(_log(calm)[-2:], abs=1e-6)
+    assert (out / "final" / "config.json").is_file()
 
 
 def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:

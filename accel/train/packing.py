@@ -1,0 +1,186 @@
+"""Documents of any length, several in one sequence, each trained as if it were alone.
+
+``pack = 128`` in the config puts the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n as it comes)
+into sequences of 128 positions, the longest first, each into the fullest sequence that still has room (best fit; Krell
+et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3). Positions are counted anew in every
+document (the model's ``forward`` takes them as ``positions`` or ``position_ids``, if where a token stands means
+anything to it), and ``F.scaled_dot_product_attention`` sees the positions of its own document alone. What is left over
+at the end of a sequence has targets of -100, which aren't counted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from accel.errors import BadConfig, BadData
+from accel.train.attention import AroundAttention
+from accel.train.inputs import call, input_names, to_device
+from accel.train.loss import IGNORED
+
+# What forward may call the place of a token in its document.
+POSITIONS = ("positions", "position_ids")
+_FIX = (
+    "let forward take positions (or position_ids), and only F.scaled_dot_product_attention look at other positions, "
+    "or use pack = 0"
+)
+
+
+class Packed(torch.utils.data.Dataset[Any]):
+    """``documents`` in sequences of ``length`` positions, the same ones on every rank and in every run.
+
+    A sample is ``((tokens, positions, documents), targets)``, each ``int64[length]``; ``documents`` numbers them within
+    the sequence, -1 is padding. Lengths are taken from ``documents.lengths`` where there is such a list, else every
+    document is read once. Raises ``BadData`` where one is longer than a sequence.
+    """
+
+    def __init__(self, documents: Sequence[Any], length: int) -> None:
+        self.documents, self.length = documents, length
+        known = getattr(documents, "lengths", None)
+        lengths = (
+            [int(n) for n in known] if known is not None else [len(documents[i][0]) for i in range(len(documents))]
+        )
+        for index, size in enumerate(lengths):
+            if size > length:
+                raise BadData(f"document {index} has {size} tokens, pack takes {length}; cut it, or use --pack={size}")
+        self.sequences = best_fit(lengths, length)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        tokens, positions = torch.zeros(2, self.length, dtype=torch.int64)
+        documents, targets = torch.full((self.length,), -1), torch.full((self.length,), IGNORED)
+        start = 0
+        for number, document in enumerate(self.sequences[index]):
+            x, y = (torch.as_tensor(value) for value in self.documents[document])
+            end = start + len(x)
+            if x.ndim != 1 or x.shape != y.shape or end > self.length:
+                raise BadData(
+                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; packing takes two "
+                    "rows of the same length, the one that its lengths say"
+                )
+            tokens[start:end], targets[start:end] = x, y
+            positions[start:end], documents[start:end] = torch.arange(len(x)), number
+            start = end
+        return (tokens, positions, documents), targets
+
+    def several(self) -> tuple[torch.Tensor, ...] | None:
+        """The inputs of the first sequence that holds more than one document."""
+        index = next((i for i, inside in enumerate(self.sequences) if len(inside) > 1), None)
+        return None if index is None else self[index][0]
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which documents go into each sequence: the longest first, each where it leaves least room."""
+    found: list[list[int]] = []
+    spare: dict[int, list[int]] = {}  # sequences by the room that is left in them
+    rooms: list[int] = []  # the keys of ``spare`` that have any, sorted
+    for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect_left(rooms, lengths[document])
+        if place == len(rooms):
+            free, sequence = room, len(found)
+            found.append([])
+        else:
+            free = rooms[place]
+            sequence = spare[free].pop()
+            if not spare[free]:
+                del rooms[place]
+        found[sequence].append(document)
+        free -= lengths[document]
+        if not spare.setdefault(free, []):
+            insort(rooms, free)
+        spare[free].append(sequence)
+    return found
+
+
+class OwnDocument(AroundAttention):
+    """Inside, attention sees the positions of its own document alone; ``documents`` int64[batch, positions]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.documents = torch.empty(0, 0)
+        self._masks: dict[bool, torch.Tensor] = {}
+
+    def enter(self, documents: torch.Tensor) -> None:
+        """The sequences that are computed from now on, until the next call."""
+        self.documents = documents
+        self._masks = {}
+
+    def _mask(self, causal: bool) -> torch.Tensor:
+        """Who sees whom: bool[batch, 1, positions, positions]."""
+        if causal not in self._masks:
+            same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
+            self._masks[causal] = same.tril() if causal else same
+        return self._masks[causal]
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **named: Any,
+    ) -> torch.Tensor:
+        batch, positions = self.documents.shape
+        for tensor in (query, key):
+            if tensor.ndim != 4 or tensor.shape[0] != batch or tensor.shape[2] != positions:
+                raise BadConfig(
+                    f"attention over {list(tensor.shape)} isn't [batch, heads, positions, width] of {batch} sequences "
+                    f"of {positions}, so its documents can't be kept apart; {_FIX}"
+                )
+        mask = self._mask(is_causal)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            mask = attn_mask.masked_fill(~mask, float("-inf"))
+        elif attn_mask is not None:
+            mask = mask & attn_mask
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, False, **named)
+
+
+def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: torch.dtype) -> None:
+    """Let ``module`` take ``(tokens, positions, documents)`` and keep documents apart, in place.
+
+    Raises ``BadConfig`` where a document in a sequence gets something else than alone.
+    """
+    sample = data.several()
+    if sample is None:
+        _wrap(module)
+        return
+    tokens, _, numbers = inputs = to_device(tuple(value[None] for value in sample), device, dtype)
+    training = module.training
+    module.eval()
+    with torch.no_grad():
+        alone = [(own, call(module, tokens[:, own])) for own in _documents(numbers)]
+        _wrap(module)
+        found = call(module, inputs)
+    module.train(training)
+    for own, expected in alone:
+        same = found.shape[:2] == tokens.shape and found[:, own].shape == expected.shape
+        far = float((found[:, own] - expected).abs().max() / expected.abs().max()) if same else float("inf")
+        if not far < (1e-4 if dtype == torch.float32 else 3e-2):
+            raise BadConfig(f"a document gets something else in a sequence with others than alone; {_FIX}")
+
+
+def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:
+    """Which positions of the one sequence each document has: bool[positions]."""
+    return [numbers[0] == number for number in range(int(numbers.max()) + 1)]
+
+
+def _wrap(module: nn.Module) -> None:
+    name = next((name for name in POSITIONS if name in input_names(module)), None)
+    mode = OwnDocument()
+    mode.wrap(module)
+    inside = module.forward
+
+    def packed(tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor) -> Any:
+        mode.enter(documents)
+        return inside(tokens, **({name: positions} if name else {}))
+
+    module.forward = packed

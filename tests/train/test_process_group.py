@@ -1,0 +1,100 @@
+"""A whole run inside a process group of one rank: gloo here, NCCL where there is an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import accel
+from accel.train.config import TrainConfig
+from accel.train.layout import Ranks
+from accel.train.loop import Trainer
+
+SMALL = Path(__file__).parent / "small.py"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+STEPS = 6
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+    device = torch.device(request.param)
+    kind = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    dist.init_process_group(kind, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
+        yield Ranks(rank=0, world=1, device=device, data=mesh, saving=dist.new_group(backend="gloo"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _config(mode: str, zero: int, **tables: object) -> TrainConfig:
+    body = {
+        "model": f"{SMALL}:model",
+        "data": f"{SMALL}:data",
+        "steps": STEPS,
+        "global_batch": 8,
+        "micro_batch": 4,
+        "precision": {"mode": mode, "loss_scale": 1024.0},
+        "parallel": {"zero": zero, "recompute": "selective"},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    }
+    return TrainConfig.from_dict({**body, **tables})
+
+
+def _losses(trainer: Trainer, steps: int) -> list[float]:
+    batches = trainer.batches()
+    return [trainer.one_step(batches)["loss"] for _ in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """One process in float32 on the CPU."""
+    return _losses(Trainer(_config("fp32", 0), Path("none"), Ranks(rank=0, world=1, device=torch.device("cpu"))), STEPS)
+
+
+@pytest.mark.parametrize("ranks", DEVICES, indirect=True)
+@pytest.mark.parametrize("mode", ["fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone: list[float], tmp_path: Path) -> None:
+    """Fails if autocast, loss scaling or master weights on this device leave the curve of float32 on the CPU, through
+    DDP or ``fully_shard``."""
+    got = _losses(Trainer(_config(mode, zero), tmp_path, ranks), STEPS)
+    bound = {"fp32": 2e-5 if ranks.device.type == "cpu" else 2e-4}.get(mode, 0.01)
+    assert max(abs(a - b) for a, b in zip(got, alone, strict=True)) < bound
+
+
+@pytest.mark.parametrize("ranks", DEVICES, indirect=True)
+def test_packed_documents(ranks: Ranks, tmp_path: Path) -> None:
+    """Fails if the masks of packed documents, or recomputation around them, don't run on this device."""
+    losses = _losses(Trainer(_config("autocast-bf16", 3, data=f"{SMALL}:documents", pack=16), tmp_path, ranks), STEPS)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("ranks", DEVICES, indirect=True)
+def test_a_run_is_saved_resumed_and_exported(ranks: Ranks, tmp_path: Path) -> None:
+    """Fails if a checkpoint written from this device isn't the run's state bit for bit, or ``final/`` doesn't export to
+    a model that computes the same."""
+    config = _config("autocast-bf16", 3)
+    whole = Trainer(config, tmp_path / "whole", ranks)
+    expected = _losses(whole, STEPS)
+    half = Trainer(config, tmp_path / "run", ranks)
+    assert _losses(half, STEPS // 2) == expected[: STEPS // 2]
+    half.save()
+    half.checkpoints.wait()
+    resumed = Trainer(config, tmp_path / "run", ranks)
+    resumed.resume()
+    assert _losses(resumed, STEPS // 2) == expected[STEPS // 2 :]
+    resumed.finish()
+    exported = accel.export(tmp_path / "run", out=tmp_path / "model.onnx", use_cache=False)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        logits = resumed.module(ids.to(ranks.device)).float().cpu().numpy()
+    with accel.load(exported.path) as session:
+        (found,) = session.run({"ids": ids.numpy()}).values()
+    np.testing.assert_allclose(found, logits, atol=1e-3)
