@@ -44,7 +44,7 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The protocol's messages, from the descriptors of the newest tritonclient.
+# The protocol's messages and their .proto texts, from the descriptors of the newest tritonclient.
 descriptors: $(VENV)/ready
 	$(BIN)/python serve/proto/regenerate.py
 

@@ -26,7 +26,7 @@ class CheckedModel:
 def check(options: ServeOptions) -> list[CheckedModel]:
     """Load and warm up every model that the options would serve, and release it again. Settings are read too."""
     options.tls()
-    server = replace(options, mode="none").open_server()
+    server = replace(options, mode="none", trace=None).open_server()
     try:
         server.repository.start()
         loaded = {(m.name, m.version): m for m in server.repository.models()}

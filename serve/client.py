@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,17 +19,43 @@ from accel.serve.tensors import DATATYPES, decode_raw, encode, to_bytes
 
 _CODES = {code.name: code for code in Code}
 _INT32_MAX = (1 << 31) - 1
+_SCORES = ("FP32", "FP16", "BF16", "FP64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredClass:
+    """One class of a sample. ``label``: "" where the model has none."""
+
+    score: float
+    index: int
+    label: str = ""
+
+
+def _scored(text: bytes) -> ScoredClass:
+    score, index, *label = text.decode("utf-8", "replace").split(":", 2)
+    return ScoredClass(score=float(score), index=int(index), label="".join(label))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inference:
-    """What a model answered: ``outputs`` by name (``BYTES`` as object arrays), joined over the batches sent."""
+    """What a model answered: ``outputs`` by name (``BYTES`` as object arrays), joined over the batches sent.
+    ``classified``: they are strings that name the largest values, see ``classes``."""
 
     model: str
     version: str
     outputs: Mapping[str, np.ndarray]
     datatypes: Mapping[str, str]
     requests: int
+    classified: bool = False
+
+    def classes(self) -> dict[str, list[list[ScoredClass]]]:
+        """By output the largest values of each sample, largest first, where they were asked for."""
+        if not self.classified:
+            return {}
+        return {
+            name: [[_scored(text) for text in row] for row in value.reshape(-1, value.shape[-1])]
+            for name, value in self.outputs.items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         def values(array: np.ndarray) -> Any:
@@ -38,10 +64,12 @@ class Inference:
             finite: Any = array.astype(np.float64) if array.dtype.kind not in "iub" else array
             return [None if v != v or v in (np.inf, -np.inf) else v for v in finite.ravel().tolist()]
 
+        rows = {name: [[asdict(one) for one in row] for row in found] for name, found in self.classes().items()}
         return {
             "model": self.model,
             "version": self.version,
             "requests": self.requests,
+            **({"classes": rows} if rows else {}),
             "outputs": {
                 name: {"datatype": self.datatypes[name], "shape": list(value.shape), "data": values(value)}
                 for name, value in self.outputs.items()
@@ -87,42 +115,111 @@ class InferenceClient:
 
     def infer(self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "") -> Inference:
         """One request. Integers and floats of another width are cast to what the model takes."""
-        metadata = self.call("ModelMetadata", name=model, version=version)
-        return self._infer(model, _fitting(feeds, metadata), version)
+        metadata, _ = self._describe(model, version)
+        return self._infer(metadata, _fitting(feeds, metadata), version, 0)
 
     def infer_many(
-        self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "", batch: int = 0
+        self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "", batch: int = 0, classes: int = 0
     ) -> Inference:
-        """As many requests as it takes: ``batch`` samples each (0: what the model takes at most)."""
-        metadata = self.call("ModelMetadata", name=model, version=version)
-        largest = int(self.call("ModelConfig", name=model, version=version).config.max_batch_size)
+        """As many requests as it takes: ``batch`` samples each (0: what the model takes at most). ``classes``: so many
+        of each sample's largest values in place of the outputs, with their labels; 0 for the outputs themselves."""
+        metadata, config = self._describe(model, version)
+        largest = int(config.max_batch_size)
         feeds = _fitting(feeds, metadata)
         rows = min((len(value) for value in feeds.values() if value.ndim), default=0)
         step = min(batch, largest) if batch and largest else largest
         if not largest or rows <= step:
-            return self._infer(model, feeds, version)
-        found = []
-        for start in range(0, rows, step):
-            report(f"{model}: {start} of {rows} samples", start / rows)
-            found.append(self._infer(model, {k: v[start : start + step] for k, v in feeds.items()}, version))
-        joined = {name: np.concatenate([one.outputs[name] for one in found]) for name in found[0].outputs}
-        first = found[0]
-        return Inference(
-            model=model, version=first.version, outputs=joined, datatypes=first.datatypes, requests=len(found)
-        )
+            return self._infer(metadata, feeds, version, classes)
+        batches = (({k: v[start : start + step] for k, v in feeds.items()}, step) for start in range(0, rows, step))
+        return self._joined(metadata, batches, rows, "samples", version, classes)
 
-    def _infer(self, model: str, feeds: Mapping[str, np.ndarray], version: str) -> Inference:
+    def infer_images(
+        self,
+        model: str,
+        files: Sequence[Path],
+        *,
+        version: str = "",
+        batch: int = 0,
+        mean: tuple[float, ...] = (),
+        std: tuple[float, ...] = (),
+        classes: int | None = None,
+    ) -> Inference:
+        """As ``infer_many`` for image files, read as ``images.ImageInput`` says, a sample each. ``classes`` None: three
+        where the model gives one row of scores for an image."""
+        from accel.serve.images import image_input
+
+        metadata, config = self._describe(model, version)
+        image = image_input(metadata, config, mean, std)
+        if classes is None:
+            ranks = [len(output.shape) for output in metadata.outputs]
+            classes = 3 if ranks == [2 if image.batched else 1] and metadata.outputs[0].datatype in _SCORES else 0
+        largest = int(config.max_batch_size) or 1
+        step = (min(batch, largest) if batch else largest) if image.batched else 1
+        batches = (
+            ({image.name: np.stack(pixels) if image.batched else pixels[0]}, len(pixels))
+            for pixels in _same_shape(map(image.read, files), step)
+        )
+        return self._joined(metadata, batches, len(files), "images", version, classes, add_batch=not image.batched)
+
+    def _describe(self, model: str, version: str) -> tuple[Any, Any]:
+        """``ModelMetadataResponse`` and ``ModelConfig``."""
+        metadata = self.call("ModelMetadata", name=model, version=version)
+        return metadata, self.call("ModelConfig", name=model, version=version).config
+
+    def _joined(
+        self,
+        metadata: Any,
+        batches: Iterable[tuple[dict[str, np.ndarray], int]],
+        total: int,
+        what: str,
+        version: str,
+        classes: int,
+        *,
+        add_batch: bool = False,
+    ) -> Inference:
+        """A request for each of ``batches`` (feeds, and how many samples), and their outputs as one."""
+        found: list[Inference] = []
+        done = 0
+        report(f"{metadata.name}: 0 of {total} {what}", 0.0)
+        for feeds, count in batches:
+            found.append(self._infer(metadata, feeds, version, classes))
+            done += count
+            report(f"{metadata.name}: {min(done, total)} of {total} {what}", min(1.0, done / total))
+        first = found[0]
+        try:
+            joined = {
+                name: np.concatenate([one.outputs[name][None] if add_batch else one.outputs[name] for one in found])
+                for name in first.outputs
+            }
+        except ValueError:
+            raise BadData(
+                f"the outputs of '{metadata.name}' differ in shape between the {what}; send equal ones"
+            ) from None
+        return replace(first, outputs=joined, requests=len(found))
+
+    def _infer(self, metadata: Any, feeds: Mapping[str, np.ndarray], version: str, classes: int) -> Inference:
+        model = metadata.name
         request = proto.message("ModelInferRequest")(model_name=model, model_version=version)
         for name, value in feeds.items():
             kind = next(d.name for d in DATATYPES.values() if d.numpy == value.dtype)
             request.inputs.add(name=name, datatype=kind, shape=value.shape)
             request.raw_input_contents.append(bytes(encode(value, kind)))
+        if classes:
+            for output in metadata.outputs:
+                request.outputs.add(name=output.name).parameters["classification"].int64_param = classes
         response = self._send("ModelInfer", request, proto.message("ModelInferResponse"))
         outputs, kinds = {}, {}
         for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
             outputs[tensor.name] = decode_raw(tensor.name, tensor.datatype, tuple(tensor.shape), raw, model)
             kinds[tensor.name] = tensor.datatype
-        return Inference(model=model, version=response.model_version, outputs=outputs, datatypes=kinds, requests=1)
+        return Inference(
+            model=model,
+            version=response.model_version,
+            outputs=outputs,
+            datatypes=kinds,
+            requests=1,
+            classified=bool(classes),
+        )
 
     def close(self) -> None:
         self._channel.close()
@@ -134,6 +231,18 @@ class InferenceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:
+    """Neighbours that can be stacked, at most ``most`` together."""
+    batch: list[np.ndarray] = []
+    for array in arrays:
+        if batch and (len(batch) == most or batch[0].shape != array.shape):
+            yield batch
+            batch = []
+        batch.append(array)
+    if batch:
+        yield batch
 
 
 def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from accel.serve.inference import (
     InferenceResponse,
     ModelStatistics,
     ServeError,
+    StepDurations,
     Ticket,
 )
 from accel.serve.queue import too_late
@@ -205,6 +206,7 @@ class EnsembleExecutor:
             total.compute_input += spent.compute_input
             total.compute_infer += spent.compute_infer
             total.compute_output += spent.compute_output
+            total.steps = [*(total.steps or ()), StepDurations(step.model, result.version, spent, time.time_ns())]
             run.finished += 1
             self._make_ready(run)
             if run.finished < len(self._steps):

@@ -22,7 +22,7 @@ from accel.errors import UnsupportedHere
 from accel.serve import proto
 from accel.serve.access import bearer
 from accel.serve.grpc_arrivals import Arrivals
-from accel.serve.grpc_stream import FOREVER, InferStream
+from accel.serve.grpc_stream import FOREVER, InferStream, trace_of
 from accel.serve.grpc_wire import (
     read_call,
     write_metadata,
@@ -199,6 +199,8 @@ class _Servicer:
         try:
             call = read_call(request)
             call.token = self._token(context)
+            if self._server.tracing is not None:
+                call.trace = trace_of(context)
             if remaining is not None and remaining < FOREVER:
                 call.deadline = time.monotonic() + remaining
             ticket = self._server.infer(call, reply)

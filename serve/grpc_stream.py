@@ -13,7 +13,7 @@ from accel.serve import proto
 from accel.serve.grpc_wire import read_call, write_reply
 from accel.serve.inference import Code, ServeError, Ticket
 from accel.serve.server import InferenceServer
-from accel.serve.transport import InferReply
+from accel.serve.transport import TRACE_HEADERS, InferReply
 
 log = logging.getLogger("accel.serve")
 
@@ -21,6 +21,11 @@ _Response = proto.message("ModelStreamInferResponse")
 # Requests of one stream that may be unanswered; then reading stops, and gRPC's flow control stops the client.
 _UNANSWERED = 128
 FOREVER = 1e8  # grpcio gives a deadline of centuries where there is none
+
+
+def trace_of(context: Any) -> dict[str, str]:
+    """The trace that the client's metadata names."""
+    return {k: v for k, v in context.invocation_metadata() if k in TRACE_HEADERS and isinstance(v, str)}
 
 
 class _Slot:
@@ -45,6 +50,7 @@ class InferStream:
         self._state = threading.Condition()
         self._ended = False
         remaining = context.time_remaining()
+        self._trace = trace_of(context) if server.tracing is not None else None
         self._deadline = time.monotonic() + remaining if remaining is not None and remaining < FOREVER else None
 
     def responses(self) -> Iterator[Any]:
@@ -107,7 +113,7 @@ class InferStream:
 
         try:
             call = read_call(request)
-            call.token, call.single = self._token, False
+            call.token, call.trace, call.single = self._token, self._trace, False
             slot.decoupled = self._server.is_decoupled(call.model, call.version)
             call.deadline = self._deadline
             slot.ticket = self._server.infer(call, reply)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from accel.errors import UnsupportedHere
-from accel.serve import http_wire, metrics, model_config
+from accel.serve import http_wire, live, metrics, model_config
 from accel.serve.access import bearer
 from accel.serve.inference import Code, ServeError, Ticket
 from accel.serve.server import InferenceServer
 from accel.serve.tensors import invalid
-from accel.serve.transport import InferCall, InferReply
+from accel.serve.transport import TRACE_HEADERS, InferCall, InferReply
 
 if TYPE_CHECKING:
     from accel.serve.grpc_front import Tls
@@ -138,6 +138,8 @@ class _Rest:
 
     def add_to(self, application: web.Application) -> None:
         get, post = application.router.add_get, application.router.add_post
+        get("/", self.page)
+        get("/live.json", self.live_rows)
         get("/metrics", self.metrics)
         get("/v2/health/live", self.live)
         get("/v2/health/ready", self.ready)
@@ -184,6 +186,13 @@ class _Rest:
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         return web.Response(status=200 if self._server.healthy() else 503)
+
+    async def page(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        return web.Response(text=live.page(), headers=live.HEADERS, content_type="text/html", charset="utf-8")
+
+    async def live_rows(self, request: web.Request) -> web.Response:
+        found = await self._do(live.snapshot, self._server, self._token(request))
+        return web.json_response(found, headers={"Cache-Control": "no-store"})
 
     async def metrics(self, request: web.Request) -> web.Response:
         rows = await self._do(self._server.statistics, "", "", self._token(request))
@@ -236,6 +245,8 @@ class _Rest:
             try:
                 call = http_wire.read_call(name, version, body, length)
                 call.token = token
+                if self._server.tracing is not None:
+                    call.trace = {k: request.headers[k] for k in TRACE_HEADERS if k in request.headers}
                 tickets.append(self._server.infer(call, reply))
             except Exception as error:
                 loop.call_soon_threadsafe(_set, waiting, None, error)

@@ -94,6 +94,17 @@ class Durations:
     compute_infer: int = 0
     compute_output: int = 0
     total: int = 0
+    steps: list[StepDurations] | None = None  # of an ensemble, those that have ended
+
+
+@dataclass(frozen=True, slots=True)
+class StepDurations:
+    """One step of an ensemble. ``end``: in nanoseconds since 1970."""
+
+    model: str
+    version: str
+    durations: Durations
+    end: int
 
 
 # Called exactly once with ``final=True`` or an error; before that with each partial response of a decoupled model.

@@ -26,11 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """``grpc_port``/``http_port``: 0 takes a free one, None has no such face. ``models``: loaded at first in explicit
-    mode. ``threads``: of each session, 0 for what the runtime (or the process's share of the cores) gives.
-    ``restart``: a process of its own watches even over a single one and starts it again when it crashes.
-    ``rate_limits``: NAME:COUNT each, ``host_policies``: NAME,cpu-cores=RANGES each.
-    ``drain``: seconds that requests have to end after SIGTERM. ``tokens``, ``tls_*``, ``log_file``: paths."""
+    """``repository``: a folder, or an address that fsspec reads. ``grpc_port``/``http_port``: 0 takes a free one, None
+    has no such face. ``models``: loaded at first in explicit mode. ``threads``: of each session, 0 for what the runtime
+    (or the process's share of the cores) gives. ``restart``: a process of its own watches even over a single one and
+    starts it again when it crashes. ``rate_limits``: NAME:COUNT each, ``host_policies``: NAME,cpu-cores=RANGES each.
+    ``drain``: seconds that requests have to end after SIGTERM. ``trace``: the OTLP endpoint that traces of one request
+    in ``trace_rate`` go to. ``tokens``, ``tls_*``, ``log_file``: paths."""
 
     repository: str
     host: str = "127.0.0.1"
@@ -55,6 +56,8 @@ class ServeOptions:
     response_cache_bytes: int = 64 << 20
     rate_limits: tuple[str, ...] = ()
     host_policies: tuple[str, ...] = ()
+    trace: str | None = None
+    trace_rate: int = 1000
     log_file: str | None = None
     log_level: str = "info"
 
@@ -84,8 +87,15 @@ class ServeOptions:
 
     def open_repository(self) -> Repository:
         """The repository, nothing of it loaded."""
+        root, refresh = Path(self.repository), None
+        if "://" in self.repository:
+            from accel.serve.remote import Mirror
+
+            mirror = Mirror(self.repository)
+            root, refresh = mirror.folder, mirror.refresh
         return Repository(
-            Path(self.repository),
+            root,
+            refresh=refresh,
             mode=self.mode,
             startup=self.models,
             loading=Loading(
@@ -103,11 +113,17 @@ class ServeOptions:
         """The server, nothing loaded and nothing listening."""
         from accel.serve.server import InferenceServer
 
+        tracing = None
+        if self.trace:
+            from accel.serve.tracing import open_tracing
+
+            tracing = open_tracing(self.trace, self.trace_rate)
         access = read_tokens(Path(self.tokens)) if self.tokens else Access()
         return InferenceServer(
             self.open_repository(),
             access=access,
             strict_readiness=self.strict_readiness,
+            tracing=tracing,
             # So many threads stay free for the other models when one hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )

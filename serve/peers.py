@@ -117,6 +117,7 @@ class Peers:
             commands += [("load", (name, self._overrides.get(name))) for name in loaded]
             commands.append(("unload_others", (loaded,)))
         commands += [("register_memory", (r.name, r.key, r.offset, r.byte_size)) for r in server.memory.status()]
+        commands += [("trace_settings", change) for change in server.trace.changed().items()]
         logging_changes = {k: v for k, v in server.logging.all().items() if k != "log_file"}
         return [*commands, ("log_settings", (logging_changes,))]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,8 @@ class _Entry:
 class Repository:
     """``root``: the folder of model folders. ``mode``: ``none`` loads all once, ``poll`` looks for changes every
     ``poll_seconds``, ``explicit`` loads what it is told (``startup`` at first, ``*`` for all). ``drain``: seconds that
-    a replaced or unloaded version has to answer what it took."""
+    a replaced or unloaded version has to answer what it took. ``refresh``: brings ``root``, or one model's folder in
+    it, up to date from elsewhere, and says which it could not."""
 
     def __init__(
         self,
@@ -61,12 +62,15 @@ class Repository:
         loading: Loading | None = None,
         poll_seconds: float = 15.0,
         drain: float = 30.0,
+        refresh: Callable[[str | None], Mapping[str, str]] | None = None,
     ) -> None:
         if not root.is_dir():
             raise BadRepository(f"{root} is not a folder; give the folder that holds one folder for each model")
         if mode not in MODES:
             raise BadRepository(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
         self.root, self.mode, self.drain = root, mode, drain
+        self._fetch = refresh
+        self._unfetched: dict[str, str] = {}
         self._startup = tuple(startup)
         self._loading = replace(loading or Loading(), get=self.get)
         self._poll_seconds = poll_seconds
@@ -123,17 +127,18 @@ class Repository:
     def broken(self) -> list[str]:
         """Names of the models that should serve and don't."""
         with self._lock:
-            return [
+            found = [
                 name
                 for name, entry in self._entries.items()
                 if not entry.versions and set(entry.failed.values()) - {UNLOADED}
             ]
+            return found + [name for name in self._unfetched if name not in self._entries]
 
     def index(self, *, ready: bool = False) -> list[IndexRow]:
         """Every model of the repository, by name; with ``ready`` those that serve."""
         rows: list[IndexRow] = []
         with self._lock:
-            names = sorted({*self._entries, *(folder.name for folder in self._folders())})
+            names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self._folders())})
             for name in names:
                 entry = self._entries.get(name) or _Entry()
                 found = [IndexRow(name, version, READY) for version in entry.versions]
@@ -142,6 +147,8 @@ class Repository:
                     for version, reason in entry.failed.items()
                     if version not in entry.versions or reason != UNLOADED
                 ]
+                if name in self._unfetched:
+                    found.append(IndexRow(name, "", UNAVAILABLE, self._unfetched[name]))
                 if entry.loading and not entry.versions:
                     found = [IndexRow(name, "", LOADING)]
                 rows += found or [IndexRow(name)]
@@ -159,9 +166,13 @@ class Repository:
 
     def start(self) -> None:
         """Load what is to be there from the start. A model that can't be loaded is logged and left out."""
+        if self.mode != "explicit" or "*" in self._startup:
+            self._refresh()
         names = [folder.name for folder in self._folders()]
         if self.mode == "explicit" and "*" not in self._startup:
             names = list(self._startup)
+            for name in filter(valid_name, names):
+                self._refresh(name)
         for name in names:
             try:
                 self._load(name)
@@ -191,7 +202,22 @@ class Repository:
     def load(self, name: str, override: ModelConfig | None = None) -> None:
         """Load or reload a model by command."""
         self._explicit()
+        if valid_name(name):
+            self._refresh(name)
+            if reason := self._unfetched.get(name):
+                raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
         self._load(name, override)
+
+    def _refresh(self, name: str | None = None) -> None:
+        """Have what lies elsewhere here. A model that can't be fetched stays as it is, and the index says why."""
+        if self._fetch is None:
+            return
+        failed = self._fetch(name)
+        with self._lock:
+            kept = {} if name is None else {k: v for k, v in self._unfetched.items() if k != name}
+            self._unfetched = {**kept, **failed}
+        for one, reason in failed.items():
+            log.error("model not fetched", extra={"model": one, "reason": reason})
 
     def unload(self, name: str) -> None:
         """Stop serving a model by command."""
@@ -293,11 +319,15 @@ class Repository:
         while not self._stop.wait(self._poll_seconds):
             try:
                 self.poll_once()
+            except AccelError as error:
+                log.error("polling the repository failed", extra={"reason": str(error)})
             except Exception:
                 log.exception("polling the repository failed")
 
     def poll_once(self) -> None:
-        """Load what is new or changed, unload what is gone."""
+        """Load what is new or changed, unload what is gone. ``BadRepository`` where what lies elsewhere is out of
+        reach: then nothing is touched."""
+        self._refresh()
         folders = {folder.name: folder for folder in self._folders()}
         for name, folder in folders.items():
             entry = self._entries.get(name)

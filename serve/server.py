@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accel
 from accel.serve.access import Access
@@ -26,6 +26,9 @@ from accel.serve.repository import IndexRow, Repository
 from accel.serve.settings import LogSettings, TraceSettings
 from accel.serve.shared_memory import Region, SharedMemory
 from accel.serve.transport import InferCall, InferReply, Reply
+
+if TYPE_CHECKING:
+    from accel.serve.tracing import Tracing
 
 log = logging.getLogger("accel.serve")
 
@@ -67,13 +70,15 @@ class InferenceServer:
         access: Access | None = None,
         strict_readiness: bool = False,
         max_waiting: int = 0,
+        tracing: Tracing | None = None,
     ) -> None:
         """``max_waiting``: requests that may be under way in each model, so that one that hangs doesn't hold every
         thread of the transport; 0 is unbounded."""
         self.repository = repository
         self.access = access or Access()
         self.memory = SharedMemory()
-        self.trace, self.logging = TraceSettings(), LogSettings()
+        self.tracing = tracing
+        self.trace, self.logging = tracing.settings if tracing else TraceSettings(), LogSettings()
         self.peers = Peers(self)
         self._strict = strict_readiness
         self._max_waiting = max_waiting
@@ -148,6 +153,9 @@ class InferenceServer:
     def infer(self, call: InferCall, reply: Reply) -> Ticket:
         """Check the call, run it, and reply: once, or several times from a decoupled model. ``reply`` is called on any
         thread, possibly before this returns. Raises ``ServeError`` where the call is not taken."""
+        return self._infer(call, reply) if self.tracing is None else self.tracing.infer(self._infer, call, reply)
+
+    def _infer(self, call: InferCall, reply: Reply) -> Ticket:
         self.access.check(call.token, model=call.model)
         if self._draining:
             raise ServeError(
@@ -305,6 +313,8 @@ class InferenceServer:
         self.peers.close()
         self.repository.close(timeout)
         self.memory.unregister()
+        if self.tracing is not None:
+            self.tracing.close()
 
     @property
     def taking(self) -> bool:

@@ -5,39 +5,84 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from accel.serve.inference import Parameter
 from accel.serve.tensors import invalid
 
-_TRACE: dict[str, list[str]] = {
-    "trace_file": [""],
-    "trace_level": ["OFF"],
-    "trace_rate": ["1000"],
-    "trace_count": ["-1"],
-    "log_frequency": ["0"],
-    "trace_mode": ["triton"],
-}
 _LEVELS = {"OFF", "TIMESTAMPS", "TENSORS"}
 _NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest each may be
 
 
-class TraceSettings:
-    """Settings of the server, and of each model over them. They are kept and answered; nothing is traced by them."""
+@dataclass
+class _Sampler:
+    """Which requests are traced: one in ``rate`` of those ``seen`` (0: none), while any are ``left`` (-1: always)."""
 
-    def __init__(self) -> None:
+    on: bool
+    rate: int
+    left: int
+    seen: int = 0
+
+    def take(self, propagated: bool) -> bool:
+        if not self.on or propagated:
+            return self.on
+        if not self.rate or not self.left:
+            return False
+        self.seen += 1
+        if self.seen % self.rate:
+            return False
+        if self.left > 0:
+            self.left -= 1
+        return True
+
+
+class TraceSettings:
+    """Settings of the server, and of each model over them. ``url``: where OpenTelemetry traces go, of one request in
+    ``rate``; without it, as in Triton without a trace file, they are kept and answered, and nothing is traced."""
+
+    def __init__(self, url: str = "", rate: int = 1000) -> None:
         self._lock = threading.Lock()
+        self._start = {
+            "trace_level": ["TIMESTAMPS" if url else "OFF"],
+            "trace_rate": [str(rate)],
+            "trace_count": ["-1"],
+            "trace_mode": ["opentelemetry" if url else "triton"],
+            **({"url": [url]} if url else {"trace_file": [""], "log_frequency": ["0"]}),
+        }
         self._own: dict[str, dict[str, list[str]]] = {"": {}}
+        self._samplers = {"": self._sampler("")}
 
     def of(self, model: str) -> dict[str, list[str]]:
+        """``trace_count`` is how many are left."""
         with self._lock:
-            return {**_TRACE, **self._own[""], **self._own.get(model, {})}
+            left = self._samplers.get(model, self._samplers[""]).left
+            return {**self._values(model), "trace_count": [str(left)]}
+
+    def _values(self, model: str) -> dict[str, list[str]]:
+        return {**self._start, **self._own[""], **self._own.get(model, {})}
+
+    def _sampler(self, model: str) -> _Sampler:
+        values = self._values(model)
+        return _Sampler(
+            "TIMESTAMPS" in values["trace_level"], int(values["trace_rate"][0]), int(values["trace_count"][0])
+        )
+
+    def sample(self, model: str, *, propagated: bool) -> bool:
+        """Whether this request is traced. ``propagated``: it came with a trace, and is part of it at any rate."""
+        with self._lock:
+            return self._samplers.get(model, self._samplers[""]).take(propagated)
+
+    def changed(self) -> dict[str, dict[str, list[str] | None]]:
+        """What was set since the start, by model, "" for the server."""
+        with self._lock:
+            return {model: dict(own) for model, own in self._own.items() if own}
 
     def change(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
         """Set, or clear where the value is None. ``INVALID_ARGUMENT`` for a setting or value that doesn't exist."""
         for key, value in changes.items():
-            if key not in _TRACE:
-                raise invalid(f"invalid trace setting '{key[:64]}'; there are {', '.join(_TRACE)}")
-            if key in ("trace_file", "trace_mode") and value is not None:
+            if key not in self._start:
+                raise invalid(f"invalid trace setting '{key[:64]}'; there are {', '.join(self._start)}")
+            if key in ("trace_file", "trace_mode", "url") and value is not None:
                 raise invalid(f"trace setting '{key}' can't be updated through the network")
             if key == "trace_level" and value is not None and not set(value) <= _LEVELS:
                 raise invalid(f"invalid value for '{key}'; use {', '.join(sorted(_LEVELS))}")
@@ -50,6 +95,10 @@ class TraceSettings:
                     own.pop(key, None)
                 else:
                     own[key] = list(value)
+            if model and not own:
+                del self._own[model]
+            # A change of the server's is one of every model's that has settings of its own: all count anew.
+            self._samplers = {name: self._sampler(name) for name in self._own}
 
 
 def _check_number(key: str, value: list[str]) -> None:

@@ -44,11 +44,15 @@ class WantedOutput:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
+TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
+
+
 @dataclass(slots=True)
 class InferCall:
     """One request for inference. ``outputs`` None is all of them. ``deadline``: seconds on ``time.monotonic()``'s clock
     after which nobody waits. ``token``: the bearer token it came with. ``single``: one response is all there can be.
-    ``binary``: how the transport gives back outputs that weren't asked for by name."""
+    ``binary``: how the transport gives back outputs that weren't asked for by name. ``trace``: the
+    ``TRACE_HEADERS`` that it came with; looked for where the server traces."""
 
     model: str
     version: str = ""
@@ -60,6 +64,7 @@ class InferCall:
     token: str | None = None
     single: bool = True
     binary: bool = False
+    trace: Mapping[str, str] | None = None
 
 
 @dataclass(slots=True)

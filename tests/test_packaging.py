@@ -40,7 +40,9 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
         expected = inside if inside.parts[0] == "accel" else Path("accel") / inside
         assert str(expected) in names, expected
     assert "accel/py.typed" in names
-    assert {"accel/serve/proto/inference.binpb", "accel/serve/proto/LICENSE.txt"} <= set(names)
+    texts = ("inference.binpb", "grpc_service.proto", "model_config.proto", "LICENSE.txt")
+    assert {f"accel/serve/proto/{name}" for name in texts} <= set(names)
+    assert "accel/serve/live.html" in names
 
 
 def test_nothing_imports_upwards() -> None:

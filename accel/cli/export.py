@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from accel.cli import output_options
-from accel.cli.options import read_dims, source_options
+from accel.cli.options import read_dims, read_normalize, source_options
 from accel.errors import BadInputSpec
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _preprocess(
         return None
     from accel.converters.preprocess import PreprocessConfig, parse_postprocess
 
-    mean, std = _normalize(normalize) if normalize else ((), ())
+    mean, std = read_normalize(normalize) if normalize else ((), ())
     size = None
     if resize:
         height, cross, width = resize.partition("x")
@@ -131,13 +131,3 @@ def _preprocess(
     return PreprocessConfig(
         mean=mean, std=std, layout=layout or "", dtype=dtype or "", resize=size, postprocess=postprocess or ""
     )
-
-
-def _normalize(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    try:
-        mean, std = (tuple(float(number) for number in part.split(":")) for part in text.split(","))
-    except ValueError:
-        raise BadInputSpec(
-            f"can't read --normalize {text!r}; write MEAN,STD, with colons between channels: 0.485:0.456:0.406,0.2"
-        ) from None
-    return mean, std

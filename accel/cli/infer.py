@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.cli import output_options
-from accel.errors import MissingExtra
+from accel.cli.options import read_normalize
+from accel.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from accel.cli import Output
+    from accel.serve.client import Inference
 
 
 @click.command("infer")
@@ -21,8 +25,18 @@ if TYPE_CHECKING:
     "--input",
     "inputs",
     required=True,
+    multiple=True,
     type=click.Path(path_type=Path),
-    help=".npz with one array an input, or .json with one list an input.",
+    help=".npz with one array an input, .json with one list an input, or images: .png and .jpeg files, or a folder of "
+    "them; repeat for more images.",
+)
+@click.option(
+    "--normalize",
+    metavar="MEAN,STD",
+    help="Of images, their pixels being 0..1: 0.485:0.456:0.406,0.229:0.224:0.225, one number or one a channel.",
+)
+@click.option(
+    "--classes", type=click.IntRange(0), help="Show so many classes a sample; 0: the outputs. For images 3 by default."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help=".npz to write the outputs to.")
 @click.option("--model-version", default="", help="By default the newest.")
@@ -36,7 +50,9 @@ if TYPE_CHECKING:
 def command(
     model: str,
     url: str,
-    inputs: Path,
+    inputs: tuple[Path, ...],
+    normalize: str | None,
+    classes: int | None,
     output: Path | None,
     model_version: str,
     batch: int,
@@ -45,15 +61,26 @@ def command(
     tls_ca: Path | None,
     say: Output,
 ) -> None:
-    """Send arrays to MODEL on a server and show what comes back."""
+    """Send arrays or images to MODEL on a server and show what comes back."""
     try:
         from accel.serve.client import InferenceClient, read_inputs
+        from accel.serve.images import image_files
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from None
 
-    feeds = read_inputs(inputs)
+    files = image_files(inputs)
+    if not files and (len(inputs) > 1 or normalize):
+        what = "--normalize is for" if normalize else "several --input are for"
+        raise UsageError(f"{what} images; arrays come from one .npz or .json as they are")
+    mean, std = read_normalize(normalize) if normalize else ((), ())
     with InferenceClient(url, token=token, ca=tls_ca, timeout=timeout) as client:
-        found = client.infer_many(model, feeds, version=model_version, batch=batch)
+        if files:
+            found = client.infer_images(
+                model, files, version=model_version, batch=batch, mean=mean, std=std, classes=classes
+            )
+        else:
+            feeds = read_inputs(inputs[0])
+            found = client.infer_many(model, feeds, version=model_version, batch=batch, classes=classes or 0)
     if output is not None:
         import numpy as np
 
@@ -63,17 +90,38 @@ def command(
             arrays: Any = {k: v.astype(bytes) if v.dtype == object else v for k, v in found.outputs.items()}
             np.savez(stream, **arrays)
 
-    def human() -> Any:
-        from rich.table import Table
+    names = [str(file) for file in files]
+    title = f"{found.model} version {found.version}, {found.requests} request{'s' if found.requests > 1 else ''}"
+    say.result(
+        {**found.to_json(), **({"images": names} if names else {})},
+        lambda: _classes(title, found, names) if found.classified else _outputs(title, found),
+    )
 
-        title = f"{found.model} version {found.version}, {found.requests} request{'s' if found.requests > 1 else ''}"
-        table = Table(title=title, title_justify="left")
-        for column in ("output", "datatype", "shape", "first values"):
-            table.add_column(column)
-        for name, value in found.outputs.items():
-            shape = str(list(value.shape))
-            first = ", ".join(f"{v:.6g}" if value.dtype.kind == "f" else str(v) for v in value.ravel()[:6])
-            table.add_row(name, found.datatypes[name], shape, first)
-        return table
 
-    say.result(found.to_json(), human)
+def _outputs(title: str, found: Inference) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in ("output", "datatype", "shape", "first values"):
+        table.add_column(column)
+    for name, value in found.outputs.items():
+        shape = str(list(value.shape))
+        first = ", ".join(f"{v:.6g}" if value.dtype.kind == "f" else str(v) for v in value.ravel()[:6])
+        table.add_row(name, found.datatypes[name], shape, first)
+    return table
+
+
+def _classes(title: str, found: Inference, names: list[str]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in ("image" if names else "sample", "output", "class", "label", "score"):
+        table.add_column(column, justify="right" if column in ("class", "score") else "left")
+    for output, samples in found.classes().items():
+        for row, classes in enumerate(samples):
+            sample = Path(names[row]).name if names else str(row)
+            for place, one in enumerate(classes):
+                texts = (sample if place == 0 else "", output, str(one.index), one.label, f"{one.score:.6g}")
+                table.add_row(*map(escape, texts))
+    return table

@@ -66,3 +66,14 @@ def read_sizes(text: str | None) -> dict[str, int]:
             raise BadInputSpec(f"can't read --sizes {text!r}; write NAME=SIZE,..., e.g. batch=1,sequence=128")
         found[name] = int(size)
     return found
+
+
+def read_normalize(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation, one number or one a channel: ``"0.5,0.5"``, ``"0.4:0.5:0.4,0.2"``."""
+    try:
+        mean, std = (tuple(float(number) for number in part.split(":")) for part in text.split(","))
+    except ValueError:
+        raise BadInputSpec(
+            f"can't read --normalize {text!r}; write MEAN,STD, with colons between channels: 0.485:0.456:0.406,0.2"
+        ) from None
+    return mean, std

@@ -18,7 +18,7 @@ _FILE = click.Path(path_type=Path)
 
 
 @click.command("serve")
-@click.argument("repository", type=_FILE)
+@click.argument("repository")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free one.")
 @click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
@@ -51,6 +51,14 @@ _FILE = click.Path(path_type=Path)
 @click.option("--insecure", is_flag=True, help="Serve a model although its manifest doesn't hold.")
 @click.option("--allow-pickle", is_flag=True, help="Serve .pt2 and .pt files, which may hold pickles.")
 @click.option("--strict-readiness", is_flag=True, help="Not ready while a model of the repository is broken.")
+@click.option("--trace", metavar="URL", help="OTLP/HTTP endpoint for traces: http://127.0.0.1:4318/v1/traces.")
+@click.option(
+    "--trace-rate",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="Trace one request in so many, and each that comes with a traceparent; 0: those alone.",
+)
 @click.option("--log-file", type=_FILE, help="JSON lines go there and not to stderr.")
 @click.option(
     "--response-cache-bytes",
@@ -83,7 +91,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--check", is_flag=True, help="Load every model, say what is wrong, and end.")
 @output_options
 def command(
-    repository: Path,
+    repository: str,
     no_http: bool,
     check: bool,
     http_port: int,
@@ -93,10 +101,13 @@ def command(
     say: Output,
     **given: Any,
 ) -> None:
-    """Serve the models in REPOSITORY over gRPC and HTTP (Open Inference Protocol, as Triton speaks it)."""
+    """Serve the models in REPOSITORY over gRPC and HTTP (Open Inference Protocol, as Triton speaks it).
+
+    REPOSITORY is a folder, or s3://, gs:// or http(s)://, mirrored into the cache and, with --mode poll, followed.
+    """
     if manifest:
         ports = {"grpc_port": given["grpc_port"], "http_port": http_port, "drain_seconds": round(given["drain"])}
-        _manifest(manifest, {"repository": str(repository), "image": image, "claim": claim, **ports}, say)
+        _manifest(manifest, {"repository": repository, "image": image, "claim": claim, **ports}, say)
         return
     try:
         from accel.serve.options import ServeOptions
@@ -106,7 +117,7 @@ def command(
         raise MissingExtra(str(error.name), "serve") from None
 
     texts: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    options = ServeOptions(repository=str(repository), http_port=None if no_http else http_port, **texts)
+    options = ServeOptions(repository=repository, http_port=None if no_http else http_port, **texts)
     if check:
         _check(options, say)
         return

@@ -1,4 +1,5 @@
-"""Writes ``inference.binpb`` from the descriptors of an installed ``tritonclient[grpc]`` (make descriptors)."""
+"""Writes ``inference.binpb`` from the descriptors of an installed ``tritonclient[grpc]``, and the ``.proto`` texts of
+both files from it (make descriptors)."""
 
 from __future__ import annotations
 
@@ -10,10 +11,15 @@ from google.protobuf import descriptor_pb2
 def main() -> None:
     from tritonclient.grpc import model_config_pb2, service_pb2
 
+    from accel.serve.proto.text import proto_text
+
+    folder = Path(__file__).parent
     files = descriptor_pb2.FileDescriptorSet()
     for module in (model_config_pb2, service_pb2):  # imported before importing
         files.file.append(descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb))
-    (Path(__file__).parent / "inference.binpb").write_bytes(files.SerializeToString(deterministic=True))
+    (folder / "inference.binpb").write_bytes(files.SerializeToString(deterministic=True))
+    for file in files.file:
+        (folder / file.name).write_text(proto_text(file), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from browser import browser, document, screenshot
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
@@ -22,9 +21,6 @@ from accel.artifact import Artifact
 from accel.graph.cost import graph_cost
 from accel.graph.layout import layout
 from accel.sources.onnx_file import describe_model
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
 
 def test_flops_are_those_that_torch_counts(my_model: Path, tmp_path: Path) -> None:
@@ -129,11 +125,7 @@ def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
         copy = page.with_name("driven.html")
         copy.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
         page = copy
-    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900", "--dump-dom"]
-    words += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=3000", f"file://{page}{fragment}"]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr[-500:]
-    return ran.stdout
+    return document(page.parent, f"file://{page}{fragment}")
 
 
 @browser
@@ -187,10 +179,7 @@ def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
     text = looked_at(tmp_path / "two.html")
     assert text.count("<svg") == 2
     assert re.search(r'id="changes">\d+ same, 1 changed, 0 added, 0 removed<', text)
-    shot = tmp_path / "two.png"
-    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,700"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}", f"file://{tmp_path / 'two.html'}"]
-    subprocess.run(words, capture_output=True, timeout=120, check=True)
+    shot = screenshot(tmp_path, f"file://{tmp_path / 'two.html'}")
     assert shot.read_bytes()[:4] == b"\x89PNG"
     assert shot.stat().st_size > 10_000  # an empty window is a tenth of that
 

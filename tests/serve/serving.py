@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,21 @@ def identity(folder: Path, dtype: int, shape: list[Any] | None = None) -> Path:
 
 
 Start = Callable[..., ServingProcess]
+
+
+def plain(process: Any, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    """Status and body of a GET, or of a POST of ``body``; ``_`` in a header's name is ``-``."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{process.ports['http']}{path}",
+        data=body,
+        headers={k.replace("_", "-"): v for k, v in headers.items()},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
 
 
 class Served:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import tritonclient.http as triton
 from onnx import TensorProto
 from prometheus_client.parser import text_string_to_metric_families
-from serving import WEIGHTS, Start, identity
+from serving import WEIGHTS, Start, identity, plain
 from tritonclient.utils import InferenceServerException
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
@@ -29,20 +27,6 @@ def process(repository: Path, start: Start) -> Any:
 def client(process: Any) -> Any:
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as made:
         yield made
-
-
-def plain(process: Any, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{process.ports['http']}{path}",
-        data=body,
-        headers={k.replace("_", "-"): v for k, v in headers.items()},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
 
 
 @pytest.mark.parametrize("binary_in", [True, False])

@@ -1,0 +1,133 @@
+"""Image files as a model's input, for ``accel infer``: decoded, turned, resized, laid out and normalised."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.errors import BadData, MissingExtra
+from accel.serve import proto
+from accel.serve.tensors import DATATYPES
+
+ENDINGS = (".png", ".jpg", ".jpeg")
+_FORMATS = ("PNG", "JPEG")
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_KINDS = ("FP32", "FP16", "UINT8")
+
+
+def image_files(paths: Sequence[Path]) -> list[Path]:
+    """The images that ``paths`` name, folders replaced by the images in them; empty where they name none."""
+    images = [path.is_dir() or path.suffix.lower() in ENDINGS for path in paths]
+    if not any(images):
+        return []
+    if not all(images):
+        raise BadData("images and arrays can't be sent together; run the command once for each")
+    found = []
+    for path in paths:
+        inside = sorted(p for p in path.iterdir() if p.suffix.lower() in ENDINGS) if path.is_dir() else [path]
+        if not inside:
+            raise BadData(f"{path} holds no images; put {', '.join(ENDINGS)} files there")
+        found += inside
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageInput:
+    """The image that a model takes. ``height``, ``width``: None where any will do. ``channels_first``: NCHW, else NHWC.
+    ``batched``: the first dim is the batch. ``mean``, ``std``: one number or one a channel, of pixels in 0..1."""
+
+    name: str
+    datatype: str
+    channels: int
+    height: int | None
+    width: int | None
+    channels_first: bool
+    batched: bool
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def read(self, path: Path) -> np.ndarray:
+        """One image as this input takes it, without a batch. ``BadData`` where it can't be read."""
+        pixels = np.asarray(self._decoded(path))
+        if pixels.ndim == 2:
+            pixels = pixels[:, :, None]
+        if self.datatype != "UINT8":
+            scaled = pixels.astype(np.float32) / np.float32(255)
+            if self.mean:
+                scaled -= np.asarray(self.mean, np.float32)
+            if self.std:
+                scaled /= np.asarray(self.std, np.float32)
+            pixels = scaled.astype(DATATYPES[self.datatype].numpy)
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1) if self.channels_first else pixels)
+
+    def _decoded(self, path: Path) -> Any:
+        try:
+            from PIL import Image, ImageOps
+        except ImportError:
+            raise MissingExtra("pillow", "serve") from None
+        try:
+            with warnings.catch_warnings():
+                # A small file that unpacks to a huge picture is refused, not warned of.
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(path, formats=_FORMATS) as image:
+                    turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, RuntimeWarning) as error:
+            raise BadData(f"can't read {path} ({' '.join(str(error).split())[:160]}); give PNG or JPEG") from None
+        size = (self.width or turned.width, self.height or turned.height)
+        return turned if turned.size == size else turned.resize(size, Image.Resampling.BILINEAR)
+
+
+def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> ImageInput:
+    """What kind of image a model takes, from its ``ModelMetadataResponse`` and ``ModelConfig``.
+
+    ``BadData`` where it doesn't take one image, or ``mean`` and ``std`` don't fit it.
+    """
+    found = []
+    formats = {tensor.name: proto.enum_name("ModelInput.Format", tensor.format) for tensor in config.input}
+    for tensor in metadata.inputs:
+        shape = tuple(tensor.shape)
+        if tensor.datatype in _KINDS and len(shape) in (3, 4):
+            first = _channels_first(shape[-3:], formats.get(tensor.name, ""))
+            if first is not None:
+                found.append((tensor, shape[-3:], first, len(shape) == 4))
+    if len(metadata.inputs) != 1 or len(found) != 1:
+        given = ", ".join(f"{t.name} {t.datatype} {list(t.shape)}" for t in metadata.inputs)
+        raise BadData(
+            f"model '{metadata.name}' doesn't take one image (channels 1, 3 or 4 first or last; {', '.join(_KINDS)}), "
+            f"it takes {given}; send arrays as .npz"
+        )
+    tensor, shape, first, batched = found[0]
+    channels, height, width = shape if first else (shape[2], shape[0], shape[1])
+    for option, values in (("--mean", mean), ("--std", std)):
+        if values and tensor.datatype == "UINT8":
+            raise BadData(f"{option} is for models that take numbers; '{metadata.name}' takes the bytes of an image")
+        if len(values) not in (0, 1, channels):
+            raise BadData(f"{option} needs one number or one for each of the {channels} channels, got {len(values)}")
+    if any(value <= 0 for value in std):
+        raise BadData("--std has to be above 0 for every channel")
+    return ImageInput(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        channels=channels,
+        height=height if height > 0 else None,
+        width=width if width > 0 else None,
+        channels_first=first,
+        batched=batched,
+        mean=mean,
+        std=std,
+    )
+
+
+def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
+    """Whether the first of three dims is the channels, or the last; None where neither can be, or both."""
+    if declared != "FORMAT_NONE" and declared:
+        return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
+    for channels in (3, 1, 4):  # the likeliest first: an image may be four pixels high
+        if (shape[0] == channels) != (shape[2] == channels):
+            return shape[0] == channels
+    return None

@@ -1,0 +1,81 @@
+"""The live page at ``/`` of the HTTP face: models, load, latency histograms and queue depth, drawn in the browser.
+
+The page itself is the same for everybody and says nothing of the server; what it shows comes from ``/live.json``, which
+wants a token as every other call does. Nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.serve.inference import LATENCIES_NS, ModelStatistics
+
+if TYPE_CHECKING:
+    from accel.serve.server import InferenceServer
+
+_FIGURES = ("received", "inference_count", "execution_count", "queue_depth")
+
+
+@cache
+def page() -> str:
+    """The HTML."""
+    return (Path(__file__).parent / "live.html").read_text(encoding="utf-8")
+
+
+def _policy() -> str:
+    """Only this page's own script and style are run; it may ask this server and nobody else."""
+    parts = []
+    for tag in ("script", "style"):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        parts.append(f"{tag}-src 'sha256-{digest}'")
+    return "; ".join(
+        (
+            "default-src 'none'",
+            *parts,
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+
+
+HEADERS = {
+    "Content-Security-Policy": _policy(),
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def snapshot(server: InferenceServer, token: str | None) -> dict[str, Any]:
+    """What the page draws: every model that the token is for, with its figures since it was loaded, summed over the
+    processes of the server. ``time`` is in seconds since 1970, ``latency_bounds`` in seconds."""
+    name, version, _ = server.metadata(token)
+    found = {(model, number): figures for model, number, figures in server.statistics(token=token)}
+    return {
+        "name": name,
+        "version": version,
+        "ready": server.healthy(),
+        "time": time.time(),
+        "latency_bounds": [ns / 1e9 for ns in LATENCIES_NS],
+        "models": [
+            {**vars(row), "statistics": _figures(found.get((row.name, row.version)))}
+            for row in server.index(token=token)
+        ],
+    }
+
+
+def _figures(found: ModelStatistics | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    counts = {name: getattr(found, name) for name in _FIGURES}
+    counts |= {"success": found.success.count, "fail": found.fail.count}
+    return {**counts, "latency": found.request_times.counts}

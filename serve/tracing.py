@@ -1,0 +1,178 @@
+"""OpenTelemetry traces of requests, sent to an OTLP endpoint: where the time of one request went.
+
+    InferRequest              from the transport's call to the last response
+    └── <model>               in the model's executor; for an ensemble, the same again for each step below it
+        ├── queue
+        └── compute
+            ├── compute_input    stacked into a batch
+            ├── compute_infer    the session
+            └── compute_output   cut apart again
+
+The names of spans and attributes are Triton's where it has them. All are made when a request has its answer, from the
+durations that its executor books anyway. Without ``--trace`` nothing of this is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import accel
+from accel.errors import MissingExtra
+from accel.serve.inference import Durations, ServeError, Ticket
+from accel.serve.settings import TraceSettings
+from accel.serve.transport import InferCall, InferReply, Reply
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+
+log = logging.getLogger("accel.serve")
+
+Take = Callable[[InferCall, Reply], Ticket]
+
+# An endpoint that doesn't answer holds up the end of the server for no longer than this.
+_LAST_EXPORT_MS = 3000
+
+
+class Tracing:
+    """Traces the requests that ``settings`` choose into ``provider``."""
+
+    def __init__(self, provider: TracerProvider, settings: TraceSettings) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self.settings = settings
+        self._provider = provider
+        self._tracer = provider.get_tracer("accel.serve", accel.__version__)
+        self._extract = TraceContextTextMapPropagator().extract
+        self._inside, self._server = set_span_in_context, SpanKind.SERVER
+        self._failed: Callable[[str], Status] = lambda text: Status(StatusCode.ERROR, text)
+
+    def infer(self, take: Take, call: InferCall, reply: Reply) -> Ticket:
+        """``take(call, reply)``, traced where the settings say so. Raises what it raises."""
+        # As in Triton: what comes with a trace is traced, whatever the rate.
+        if not self.settings.sample(call.model, propagated=bool(call.trace)):
+            return take(call, reply)
+        traced = _Traced(self, call, reply)
+        try:
+            ticket = take(call, traced.reply)
+        except ServeError as error:
+            traced.ended(error, None)
+            raise
+        traced.taken(ticket)
+        return ticket
+
+    def record(self, call: InferCall, begun: int, end: int, found: InferReply | ServeError, ticket: Any) -> None:
+        """The spans of a request that is over; ``begun`` and ``end`` in nanoseconds since 1970."""
+        version = call.version if isinstance(found, ServeError) else found.version
+        attributes = {"triton.model_name": call.model, "triton.model_version": version, "triton.request_id": call.id}
+        parent = self._extract(call.trace) if call.trace else None
+        span = self._tracer.start_span(
+            "InferRequest", parent, kind=self._server, attributes=attributes, start_time=begun
+        )
+        if isinstance(found, ServeError):
+            span.set_attribute("error.type", found.code.name)
+            span.set_status(self._failed(str(found)))
+        if ticket is not None and span.is_recording():
+            self._model(self._inside(span), call.model, version, ticket.durations, begun, end)
+        span.end(end)
+
+    def _model(self, parent: Context, name: str, version: str, spent: Durations, earliest: int, end: int) -> None:
+        """A model's span with those of its queue and compute, or of its steps."""
+        begun = max(earliest, end - spent.total) if spent.total else earliest
+        attributes = {"triton.model_name": name, "triton.model_version": version}
+        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun)
+        inside = self._inside(span)
+        if spent.steps:
+            for step in spent.steps:
+                self._model(inside, step.model, step.version, step.durations, begun, step.end)
+        elif spent.compute_infer:
+            at = self._span(inside, "queue", begun, spent.queue)
+            compute = self._tracer.start_span("compute", inside, start_time=at)
+            within = self._inside(compute)
+            for part in ("compute_input", "compute_infer", "compute_output"):
+                at = self._span(within, part, at, getattr(spent, part))
+            compute.end(at)
+        span.end(end)
+
+    def _span(self, parent: Context, name: str, begun: int, ns: int) -> int:
+        self._tracer.start_span(name, parent, start_time=begun).end(begun + ns)
+        return begun + ns
+
+    def close(self) -> None:
+        """Send what hasn't been sent, for at most three seconds."""
+        self._provider.force_flush(_LAST_EXPORT_MS)
+        self._provider.shutdown()
+
+
+class _Traced:
+    """One request until both its ticket and its last response are here; either may come first."""
+
+    __slots__ = ("_begun", "_call", "_end", "_found", "_lock", "_reply", "_ticket", "_tracing")
+
+    def __init__(self, tracing: Tracing, call: InferCall, reply: Reply) -> None:
+        self._tracing, self._call, self._reply = tracing, call, reply
+        self._begun = time.time_ns()
+        self._end = 0
+        self._lock = threading.Lock()
+        self._found: InferReply | ServeError | None = None
+        self._ticket: Ticket | None = None
+
+    def reply(self, found: InferReply | ServeError) -> None:
+        """Instead of the transport's: on to it first, the client waits."""
+        end = time.time_ns()
+        self._reply(found)
+        if isinstance(found, InferReply) and not found.final:
+            return
+        with self._lock:
+            self._found, self._end = found, end
+            ticket = self._ticket
+        if ticket is not None:
+            self.ended(found, ticket)
+
+    def taken(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._ticket = ticket
+            found = self._found
+        if found is not None:
+            self.ended(found, ticket)
+
+    def ended(self, found: InferReply | ServeError, ticket: Ticket | None) -> None:
+        try:
+            self._tracing.record(self._call, self._begun, self._end or time.time_ns(), found, ticket)
+        except Exception:  # a trace is never worth a request
+            log.exception("a request could not be traced", extra={"model": self._call.model})
+
+
+def open_tracing(url: str, rate: int) -> Tracing:
+    """Traces of one request in ``rate`` (0: only of those that come with a trace) over OTLP/HTTP to ``url``.
+
+    Everything else is set by OpenTelemetry's own environment variables (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS,
+    OTEL_BSP_SCHEDULE_DELAY ...). ``MissingExtra`` where the libraries are not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise MissingExtra(str(error.name), "tracing") from None
+    _log_as_the_server_does()
+    resource = Resource.create({"process.pid": os.getpid()})
+    if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):  # nobody named it
+        resource = resource.merge(Resource({SERVICE_NAME: "accel"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+    return Tracing(provider, TraceSettings(url=url, rate=rate))
+
+
+def _log_as_the_server_does() -> None:
+    """An endpoint that doesn't answer is a line of the server's log."""
+    logger, own = logging.getLogger("opentelemetry"), logging.getLogger("accel.serve")
+    if own.handlers:
+        logger.handlers, logger.propagate = own.handlers, False

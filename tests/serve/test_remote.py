@@ -1,0 +1,260 @@
+"""Repositories that lie elsewhere: in fsspec's memory, and on an HTTP server."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from serving import WEIGHTS, Served, Start, linear
+from tritonclient.utils import InferenceServerException
+
+from accel.errors import BadRepository
+from accel.serve.remote import Mirror
+
+
+@pytest.fixture
+def memory(tmp_path: Path, own_cache: Path) -> Iterator[Any]:
+    """``memory://models`` with the model ``linear``, version 1."""
+    files = fsspec.filesystem("memory")
+    put(files, linear(tmp_path / "made"), "/models/linear/1")
+    yield files
+    files.store.clear()
+    files.pseudo_dirs.clear()
+
+
+def put(files: Any, model: Path, folder: str) -> None:
+    """A model and its manifest."""
+    for path in (model, model.with_name(model.name + ".manifest.json")):
+        if path.exists():
+            files.pipe_file(f"{folder}/{path.name}", path.read_bytes())
+
+
+def asked(process: Any, name: str = "linear", version: str = "") -> np.ndarray:
+    given = triton.InferInput("x", [1, 4], "FP32")
+    given.set_data_from_numpy(np.ones((1, 4), np.float32))
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+        found: np.ndarray = client.infer(name, [given], model_version=version).as_numpy("y")
+    return found / WEIGHTS.sum(0)
+
+
+def downloads(monkeypatch: pytest.MonkeyPatch, files: Any) -> list[str]:
+    """The addresses that are fetched from now on."""
+    found: list[str] = []
+    fetch = type(files).get_file
+
+    def counting(self: Any, address: str, *words: Any, **options: Any) -> Any:
+        found.append(address)
+        return fetch(self, address, *words, **options)
+
+    monkeypatch.setattr(type(files), "get_file", counting)
+    return found
+
+
+def test_it_is_served_and_followed(memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a model from elsewhere isn't served, a new, changed or removed one not noticed by polling, or something
+    is downloaded again that hasn't changed."""
+    process = start("memory://models", mode="poll", poll_seconds=3600.0)
+    repository = process.server.repository
+    np.testing.assert_allclose(asked(process), 1, rtol=1e-5)
+    fetched = downloads(monkeypatch, memory)
+    first = repository.get("linear")
+
+    repository.poll_once()
+    assert fetched == []
+    assert repository.get("linear") is first
+
+    put(memory, linear(tmp_path / "two", scale=2), "/models/linear/2")
+    repository.poll_once()
+    np.testing.assert_allclose(asked(process), 2, rtol=1e-5)
+    assert fetched
+    assert all("/linear/2/" in address for address in fetched)
+
+    put(memory, linear(tmp_path / "three", scale=3), "/models/linear/2")
+    put(memory, linear(tmp_path / "other", scale=4), "/models/other/1")
+    repository.poll_once()
+    np.testing.assert_allclose(asked(process), 3, rtol=1e-5)
+    np.testing.assert_allclose(asked(process, "other"), 4, rtol=1e-5)
+
+    memory.rm("/models/linear", recursive=True)
+    repository.poll_once()
+    with pytest.raises(InferenceServerException, match="unknown model: 'linear'"):
+        asked(process)
+    assert sorted(repository.loaded()) == ["other"]
+
+
+def test_an_outage_takes_no_model_with_it(
+    memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a model is unloaded because the store can't be read, looks empty, or breaks off a download; or if what
+    was broken off isn't fetched once it can be."""
+    process = start("memory://models", mode="poll", poll_seconds=3600.0)
+    repository = process.server.repository
+    kept = dict(memory.store)
+    memory.store.clear()
+    with pytest.raises(BadRepository, match="can't read memory://models"):
+        repository.poll_once()
+    memory.pipe_file("/models/readme", b"nothing else")
+    with pytest.raises(BadRepository, match="holds no folders of models"):
+        repository.poll_once()
+    np.testing.assert_allclose(asked(process), 1, rtol=1e-5)
+    memory.store.update(kept)
+
+    put(memory, linear(tmp_path / "two", scale=2), "/models/linear/2")
+    fetch = type(memory).get_file
+
+    def broken(self: Any, address: str, path: str, **options: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise ConnectionError("it broke off")
+
+    monkeypatch.setattr(type(memory), "get_file", broken)
+    repository.poll_once()
+    np.testing.assert_allclose(asked(process), 1, rtol=1e-5)
+    reasons = {row.reason for row in repository.index() if row.name == "linear"}
+    assert "ConnectionError: it broke off" in reasons
+    monkeypatch.setattr(type(memory), "get_file", fetch)
+    repository.poll_once()
+    np.testing.assert_allclose(asked(process), 2, rtol=1e-5)
+    assert [(row.version, row.state) for row in repository.index()] == [("2", "READY")]
+
+
+def test_a_file_that_changes_under_the_download(
+    memory: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a model is put together from two states of the store."""
+    mirror = Mirror("memory://models")
+    fetch = type(memory).get_file
+
+    def overtaken(self: Any, address: str, path: str, **options: Any) -> None:
+        fetch(self, address, path, **options)
+        self.pipe_file(address, b"newer and of another size")
+
+    monkeypatch.setattr(type(memory), "get_file", overtaken)
+    assert "changed while it was downloaded" in mirror.refresh()["linear"]
+    assert list(mirror.folder.iterdir()) == []
+    assert list((own_cache / "repositories").rglob("*.part")) == []
+
+
+@pytest.mark.parametrize(
+    "hostile", ["/models/evil/../../../escaped/x", "/models/evil/1/..", "/models/evil/1/a\\..\\b", "/models/evil/./x"]
+)
+def test_hostile_names(memory: Any, own_cache: Path, hostile: str) -> None:
+    """Fails if a name from elsewhere writes outside its model's folder, is taken as it is, or spoils other models."""
+    memory.store[hostile] = memory.store["/models/linear/1/model.onnx"]
+    mirror = Mirror("memory://models")
+    failed = mirror.refresh()
+    assert list(failed) == ["evil"]
+    assert "leads elsewhere" in failed["evil"]
+    assert [path.name for path in mirror.folder.iterdir()] == ["linear"]
+    assert (mirror.folder / "linear" / "1" / "model.onnx").is_file()
+    inside = {path.name for path in own_cache.parent.rglob("*")}
+    assert not inside & {"escaped", "x", "evil", "a\\..\\b"}
+
+
+def test_explicit_fetches_what_it_is_told(
+    memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if explicit mode downloads models that nobody asked for, or loading one doesn't fetch it anew."""
+    put(memory, linear(tmp_path / "other", scale=4), "/models/other/1")
+    fetched = downloads(monkeypatch, memory)
+    process = start("memory://models", mode="explicit", models=("linear",))
+    assert all("/linear/" in address for address in fetched)
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+        client.load_model("other")
+        np.testing.assert_allclose(asked(process, "other"), 4, rtol=1e-5)
+        put(memory, linear(tmp_path / "newer", scale=5), "/models/other/1")
+        client.load_model("other")
+        np.testing.assert_allclose(asked(process, "other"), 5, rtol=1e-5)
+        for name, says in (("nothing", "failed to poll"), ("../other", "no name of a model")):
+            with pytest.raises(InferenceServerException, match=says):
+                client.load_model(name)
+
+
+def test_old_states_go(memory: Any, tmp_path: Path, own_cache: Path) -> None:
+    """Fails if every state of a model that there ever was stays on the disk, or one goes that may still be read."""
+    mirror = Mirror("memory://models")
+    mirror.refresh()
+    (old,) = (own_cache / "repositories").glob("*/store/*")
+    put(memory, linear(tmp_path / "two", scale=2), "/models/linear/2")
+    mirror.refresh()
+    assert old.is_dir()
+    os.utime(old, (0, 0))
+    mirror.refresh()
+    assert not old.exists()
+    assert (mirror.folder / "linear" / "2" / "model.onnx").is_file()
+
+
+@pytest.fixture
+def web(tmp_path: Path, own_cache: Path) -> Iterator[tuple[Path, str]]:
+    """A folder and its address on an HTTP server that lists folders."""
+    folder = tmp_path / "web"
+    linear(folder / "models" / "linear" / "1")
+
+    class Listing(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Listing, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_address[1]}/models"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served], cli: Any) -> None:
+    """Fails if ``accel serve http://...`` and ``--check`` don't work as they do with a folder, a new version isn't
+    noticed, or an encoded name leads out of the folder."""
+    folder, address = web
+    ran = cli("serve", address, "--check", "--json")
+    assert ran.code == 0, ran.stderr
+    assert '"state": "READY"' in ran.stdout
+    served = serve(address, "--mode", "poll", "--poll-seconds", "0.2")
+    ports = served.wait_for("serving")["ports"]
+    np.testing.assert_allclose(asked(_At(ports)), 1, rtol=1e-5)
+    linear(folder / "models" / "evil" / "1").rename(folder / "models" / "evil" / "1" / "..\\..\\escaped")
+    linear(folder / "models" / "linear" / "2", scale=2)
+    assert served.wait_for("model loaded", 2)["version"] == "2"
+    np.testing.assert_allclose(asked(_At(ports)), 2, rtol=1e-5)
+    assert "leads elsewhere" in served.wait_for("model not fetched")["reason"]
+    assert served.end() == 0
+
+
+class _At:
+    def __init__(self, ports: dict[str, int]) -> None:
+        self.ports = ports
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("nowhere://x", "use a folder, s3://, gs:// or http"),
+        ("memory://nothing", "check the address"),
+        ("http://127.0.0.1:1/models", "can't read http://127.0.0.1:1/models"),
+    ],
+)
+def test_what_cannot_be_read(own_cache: Path, cli: Any, address: str, says: str) -> None:
+    """Fails if an address that can't be read ends in a traceback, or serves nothing as if all were well."""
+    ran = cli("serve", address, "--grpc-port", "0", "--no-http")
+    assert ran.code == 2
+    assert says in ran.stderr
+    assert len(ran.stderr.splitlines()) <= 2
+
+
+def test_the_extra_is_named(own_cache: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a missing fsspec ends in a traceback."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    ran = cli("serve", "s3://bucket/models", "--grpc-port", "0", "--no-http")
+    assert ran.code == 2
+    assert 'pip install "accel-toolchain[serve-remote]"' in ran.stderr
