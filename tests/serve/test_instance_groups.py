@@ -61,7 +61,7 @@ def test_models_that_share_a_resource(
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(ask_often, range(6)))
-    assert Overlapping.most == most
+    assert 0 < Overlapping.most <= most
     for _, _, found in process.server.statistics():
         assert found.success.count == found.received == 75
 
