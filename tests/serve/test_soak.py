@@ -114,6 +114,7 @@ def test_soak(tmp_path: Path, serve: Any) -> None:
     for name in ("linear", "bad", "again"):
         linear(models / name / "1")
     identity(models / "same" / "1", FLOAT)
+    (models / "same" / "config.pbtxt").write_text("max_batch_size: 0")
     served = serve(str(models), "--mode", "explicit", "--load-model", "*", path=FAULTY)
     port = served.wait_for("serving")["ports"]["grpc"]
     pid = served.process.pid
