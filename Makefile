@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test proof gpu lint format descriptors clean
+.PHONY: demo test proof soak gpu lint format descriptors clean
 
 $(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -24,6 +24,10 @@ test: $(VENV)/ready
 # Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers: minutes, so a command of its own.
 proof: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m proof
+
+# A server under ten minutes of mixed load: memory, threads and open files stay flat, the counters add up.
+soak: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m nightly
 
 # What only an NVIDIA GPU can show: correctness, compute-sanitizer, then the benchmarks, which write benchmarks/results/.
 # The environment has to have a torch with CUDA: make gpu BIN=path/to/its/bin takes one that is there.

@@ -159,6 +159,7 @@ class _Servicer:
             message = self._arrivals.receive(messages, context)
             if message is None:
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "the call came without a message")
+                raise AssertionError  # abort has raised
             try:
                 request = parse(message)
             except DecodeError:

@@ -104,6 +104,8 @@ class LengthBatchingRows(RowBatching):
         entry.key = tuple(key)
 
     def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
+        if not self.options.grouped:
+            return super().choose(queue, now, hurry=hurry)
         head = queue.head()
         if head is None:
             return Choice([], NEVER)

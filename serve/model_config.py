@@ -25,8 +25,8 @@ PLATFORMS = {
 }
 # Our own options live in the config's free parameters, so that the file stays one that Triton reads.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
+LENGTH_GROUPING = "length_grouping"  # cost (by what the batches cost, the default) or none (as the requests came)
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
-_KNOWN = {LENGTH_DIM, LENGTH_MASK, THREADS, QUEUE_ROWS, QUEUE_BYTES}
 _CONTROLS = {
     "CONTROL_SEQUENCE_START": "START",
     "CONTROL_SEQUENCE_READY": "READY",
@@ -273,7 +273,10 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
             except ValueError:
                 raise BadRepository(f"model '{config.name}': the parameter {key} is {text!r}; write a number") from None
     outputs = {spec.name: spec.shape.index(dim) for spec in signature.outputs if dim in spec.shape}
-    return LengthBatching(dim=dim, mask=mask, pad=pad, outputs=outputs)
+    grouping = options.get(LENGTH_GROUPING, "cost")
+    if grouping not in ("cost", "none"):
+        raise BadRepository(f"model '{config.name}': {LENGTH_GROUPING} is {grouping!r}; write cost or none")
+    return LengthBatching(dim=dim, mask=mask, pad=pad, outputs=outputs, grouped=grouping == "cost")
 
 
 def _sequence(config: ModelConfig) -> SequenceBatching | None:

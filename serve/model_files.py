@@ -128,6 +128,8 @@ class ModelFolder:
                     f"model '{self.name}' is {path.name}, which may hold pickles; export it to ONNX with accel export, "
                     "or pass --allow-pickle"
                 )
+            if manifest_path(path).is_file() and not trust.insecure:
+                return _open(path, "torch", trust)
             from accel.sources import open_source
 
             return open_source(path)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel.errors import UsageError
 from accel.serve.access import Access, read_tokens
@@ -72,7 +72,8 @@ class ServeOptions:
     @classmethod
     def from_text(cls, text: str) -> ServeOptions:
         body = json.loads(text)
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in body.items()})
+        options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
+        return cls(**options)
 
     def tls(self) -> Tls | None:
         """``UsageError`` where only a part of it is given."""

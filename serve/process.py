@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from accel.serve.options import ServeOptions
 from accel.serve.server import InferenceServer
@@ -162,6 +162,15 @@ class ServingProcess:
         log.info("stopped")
 
 
+def end(code: int = 0) -> NoReturn:
+    """End this process now. The interpreter's own end would wait for threads that a session holds, for ever where it
+    hangs, and native libraries that crash while they unload would turn a good end into a bad one."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """A process of several: options and place come on stdin, ``ready`` goes to stdout."""
     from accel.child import die_with_parent
@@ -178,10 +187,8 @@ def main() -> None:
     except AccelError as error:
         log.error("could not start", extra={"reason": str(error)})
         print(f"error {error}", flush=True)
-        sys.exit(error.exit_code)
-    finally:
-        logging.shutdown()
-    os._exit(0)  # native libraries that crash while they unload must not turn a good end into a bad one
+        end(error.exit_code)
+    end()
 
 
 if __name__ == "__main__":

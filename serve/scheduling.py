@@ -24,12 +24,14 @@ class QueuePolicy:
 class LengthBatching:
     """Batching of inputs that differ in one dim. ``dim``: its name in the signature. ``mask``: the input that says
     which positions are real (made where the client sent none). ``pad``: value by input, 0 where not named.
-    ``outputs``: axis to cut back to the request's own length, by output."""
+    ``outputs``: axis to cut back to the request's own length, by output. ``grouped`` False makes batches in the order
+    of arrival, whatever the lengths, and pads them to their longest."""
 
     dim: str
     mask: str | None = None
     pad: Mapping[str, float] = field(default_factory=dict)
     outputs: Mapping[str, int] = field(default_factory=dict)
+    grouped: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

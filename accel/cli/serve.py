@@ -111,7 +111,7 @@ def command(
         return
     try:
         from accel.serve.options import ServeOptions
-        from accel.serve.process import ServingProcess, start_logging
+        from accel.serve.process import ServingProcess, end, start_logging
         from accel.serve.supervisor import Supervisor
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from None
@@ -126,6 +126,7 @@ def command(
         Supervisor(options).run()
     else:
         ServingProcess(options).run()
+        end()
 
 
 def _manifest(kind: str, fields: dict[str, Any], say: Output) -> None:

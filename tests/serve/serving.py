@@ -26,6 +26,9 @@ from accel.serve.process import ServingProcess
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
 
+# On the path of a server: models under "bad" do what their input says, see the file there.
+FAULTY = Path(__file__).parent / "faulty_sessions"
+
 
 def linear(folder: Path, scale: float = 1.0) -> Path:
     """``y = scale * x @ WEIGHTS`` with a dynamic batch."""

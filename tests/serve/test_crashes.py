@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import WEIGHTS, Load, Served, ask, client, linear, pids
+from serving import FAULTY, WEIGHTS, Load, Served, ask, client, linear, pids
 from tritonclient.utils import InferenceServerException
 
-FAULTY = Path(__file__).parent / "faulty_sessions"
 RAISES, HANGS, CRASHES, FINE = 1.0, 2.0, 3.0, 4.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -328,6 +329,18 @@ def texts_of_many_lengths(count: int) -> list[np.ndarray]:
     mixed = documents[: count // 2] + words[: count - count // 2]
     rng.shuffle(mixed)
     return mixed
+
+
+def test_in_the_order_of_arrival() -> None:
+    """``grouped`` off. Fails if the batches aren't those of arrival, or a caller gets padding or another one's rows."""
+    executor, session, clock = by_length(lengths=replace(LENGTHS, grouped=False))
+    lengths = [60, 2, 3, 59, 4, 5, 6, 58, 7, 8]
+    callers = [Caller(executor, text(i, length)) for i, length in enumerate(lengths)]
+    clock.now += 1
+    run_all(executor)
+    assert session.shapes == [(8, 60), (2, 8)]
+    for caller in callers:
+        check(caller)
 
 
 @pytest.mark.slow

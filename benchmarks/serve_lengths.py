@@ -1,0 +1,284 @@
+"""What does length-aware batching give on texts of real lengths, beside padding batches as the requests came?
+
+    python benchmarks/serve_lengths.py [--seconds 12] [--rounds 2]      # about two minutes
+
+One `accel serve` process with MiniLM (real weights) twice: `grouped` as it is served by default, `padded` with the
+parameter `length_grouping: none`, which pads each batch, in the order of arrival, to its longest. The texts are the
+documents of the Lee corpora, their sentences and the words of WordSim353, mixed. In every round each model gets first
+as many requests as it can take (64 under way), then half as many a second at random instants, which gives the latency.
+Every answer is compared with the text's own run without a batch. For a quiet machine; only 127.0.0.1 is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+from serve_load import RESULTS, free_port, running
+
+import accel
+from accel.bench.environment import environment
+from accel.examples import minilm
+
+LONGEST, BATCH, UNDER_WAY, TEXTS = 256, 32, 64, 600
+BOUND_MS = 100  # max_queue_delay of both: how long a request may wait for company
+CONFIG = """
+max_batch_size: {batch}
+dynamic_batching {{ max_queue_delay_microseconds: {delay} }}
+parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over the rounds. ``p50_ms``, ``p99_ms``: at half the requests a second."""
+
+    model: str
+    requests_per_second: float
+    spread: float
+    offered_per_second: float
+    p50_ms: float
+    p99_ms: float
+    padding: float
+    lost: int
+    twice: int
+    wrong: int
+
+
+def texts() -> list[np.ndarray]:
+    """Token ids, one array a text, in a random order that is always the same."""
+    documents: list[str] = []
+    for name in ("lee_background.cor", "lee.cor"):
+        documents += minilm._corpus(name).read_text(encoding="latin-1").splitlines()
+    sentences = [part.strip() for text in documents for part in text.split(". ") if part.strip()]
+    pairs = minilm._corpus("wordsim353.tsv").read_text(encoding="utf-8").splitlines()
+    words = [line.split("\t")[0] for line in pairs if line and not line.startswith("#")]
+    every = [*documents, *sentences, *words]
+    random.Random(0).shuffle(every)
+    found = minilm.tokenize(every[:TEXTS], LONGEST)
+    return [ids[: int(mask.sum())] for ids, mask in zip(found["input_ids"], found["attention_mask"], strict=True)]
+
+
+class Asked:
+    """Requests sent and what came back for each: once, twice, wrong, or not at all."""
+
+    def __init__(self, port: int, model: str, inputs: list[np.ndarray], wanted: np.ndarray) -> None:
+        self._client = triton.InferenceServerClient(f"127.0.0.1:{port}")
+        self._model, self._inputs, self._wanted = model, inputs, wanted
+        self._lock = threading.Condition()
+        self._started: dict[int, float] = {}
+        self._answers: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self.latencies: list[tuple[float, float]] = []  # when it was answered, and after how long
+        self.wrong = 0
+
+    def send(self) -> None:
+        """The next text; returns at once."""
+        number = next(self._numbers)
+        index = number % len(self._inputs)
+        ids = self._inputs[index]
+        given = triton.InferInput("input_ids", [1, len(ids)], "INT64")
+        given.set_data_from_numpy(ids[None])
+        with self._lock:
+            self._started[number] = time.perf_counter()
+
+        def answered(result: Any, error: Any) -> None:
+            now = time.perf_counter()
+            good = error is None and result.get_response().id == str(number)
+            good = good and np.allclose(result.as_numpy("embedding")[0], self._wanted[index], atol=1e-3)
+            with self._lock:
+                self._answers[number] = self._answers.get(number, 0) + 1
+                self.wrong += not good
+                self.latencies.append((now, now - self._started[number]))
+                self._lock.notify_all()
+
+        self._client.async_infer(self._model, [given], answered, request_id=str(number))
+
+    def wait_for_room(self, under_way: int) -> None:
+        """Until fewer than ``under_way`` are unanswered; a minute is too long."""
+        with self._lock:
+            self._lock.wait_for(lambda: len(self._started) - len(self._answers) < under_way, 60)
+
+    def close(self) -> tuple[int, int, int]:
+        """Lost, answered twice, wrong."""
+        self.wait_for_room(1)
+        with self._lock:
+            lost = len(self._started) - len(self._answers)
+            twice = sum(count > 1 for count in self._answers.values())
+        self._client.close()
+        return lost, twice, self.wrong
+
+
+def closed_loop(asked: Asked, seconds: float) -> float:
+    """Requests a second with ``UNDER_WAY`` of them under way, after a sixth of the time to warm up."""
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + seconds:
+        asked.wait_for_room(UNDER_WAY)
+        asked.send()
+    end = time.perf_counter()
+    start = begin + seconds / 6
+    return sum(start <= when <= end for when, _ in list(asked.latencies)) / (end - start)
+
+
+def open_loop(asked: Asked, seconds: float, rate: float) -> list[float]:
+    """Latencies in seconds at ``rate`` requests a second, at the instants of a Poisson process."""
+    gaps = random.Random(1)
+    due = time.perf_counter()
+    end = due + seconds
+    while due < end:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        asked.send()
+        due += gaps.expovariate(rate)
+    asked.wait_for_room(1)
+    return sorted(latency for _, latency in asked.latencies)
+
+
+def measure(port: int, model: str, inputs: list[np.ndarray], wanted: np.ndarray, seconds: float) -> dict[str, float]:
+    """One model, once."""
+    found: dict[str, float] = dict.fromkeys(("lost", "twice", "wrong"), 0)
+    asked = Asked(port, model, inputs, wanted)
+    found["rate"] = closed_loop(asked, seconds)
+    faults = [asked.close()]
+    asked = Asked(port, model, inputs, wanted)
+    found["offered"] = found["rate"] / 2
+    latencies = open_loop(asked, seconds, found["offered"])
+    faults.append(asked.close())
+    found["p50"], found["p99"] = (1000 * latencies[int(len(latencies) * q)] for q in (0.5, 0.99))
+    for name, counts in zip(("lost", "twice", "wrong"), zip(*faults, strict=True), strict=True):
+        found[name] = sum(counts)
+    return found
+
+
+def padding(http_port: int, model: str) -> float:
+    """The part of all tokens that was padding, from the server's own counters."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    count = {
+        what: next(
+            float(line.split()[-1]) for line in lines if line.startswith(f'accel_{what}_tokens{{model="{model}"')
+        )
+        for what in ("padded", "real")
+    }
+    return count["padded"] / (count["padded"] + count["real"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", type=Path, help="MiniLM as ONNX with a manifest; exported where not given")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = options.model
+        if source is None:
+            source = folder / "minilm.onnx"
+            dims = {"batch": (1, 8, BATCH), "sequence": (2, 64, LONGEST)}
+            accel.export("accel.examples.minilm:model", out=source, dims=dims)
+        inputs = texts()
+        with accel.load(source) as session:
+            runs = [session.run({"input_ids": i[None], "attention_mask": np.ones_like(i)[None]}) for i in inputs]
+        wanted = np.concatenate([run["embedding"] for run in runs])
+        rows = serve_and_measure(folder / "models", source, inputs, wanted, options.seconds, options.rounds)
+    write(rows, inputs)
+
+
+def serve_and_measure(
+    models: Path, source: Path, inputs: list[np.ndarray], wanted: np.ndarray, seconds: float, rounds: int
+) -> list[Row]:
+    from accel.artifact import Artifact
+
+    for model, grouping in (("grouped", "cost"), ("padded", "none")):
+        (models / model / "1").mkdir(parents=True)
+        Artifact.open(source).copy_to(models / model / "1" / "model.onnx")
+        config = CONFIG.format(batch=BATCH, delay=BOUND_MS * 1000, grouping=grouping)
+        (models / model / "config.pbtxt").write_text(config)
+    port, http_port = free_port(), free_port()
+    words = [sys.executable, "-m", "accel", "serve", str(models), "--grpc-port", str(port)]
+    found: dict[str, list[dict[str, float]]] = {"grouped": [], "padded": []}
+    with running([*words, "--http-port", str(http_port)], port):
+        wait_until_ready(port, list(found))
+        for _ in range(rounds):
+            for model, runs in found.items():
+                runs.append(measure(port, model, inputs, wanted, seconds))
+        shares = {model: padding(http_port, model) for model in found}
+    return [row(model, runs, shares[model]) for model, runs in found.items()]
+
+
+def wait_until_ready(port: int, models: list[str], patience: float = 120.0) -> None:
+    deadline = time.monotonic() + patience
+    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        while not all(client.is_model_ready(model) for model in models):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the server did not load its models")
+            time.sleep(0.2)
+
+
+def row(model: str, runs: list[dict[str, float]], share: float) -> Row:
+    rates = [run["rate"] for run in runs]
+    middle = statistics.median(rates)
+    return Row(
+        model=model,
+        requests_per_second=middle,
+        spread=(max(rates) - min(rates)) / middle,
+        offered_per_second=statistics.median(run["offered"] for run in runs),
+        p50_ms=statistics.median(run["p50"] for run in runs),
+        p99_ms=statistics.median(run["p99"] for run in runs),
+        padding=share,
+        lost=int(sum(run["lost"] for run in runs)),
+        twice=int(sum(run["twice"] for run in runs)),
+        wrong=int(sum(run["wrong"] for run in runs)),
+    )
+
+
+def write(rows: list[Row], inputs: list[np.ndarray]) -> None:
+    lengths = sorted(map(len, inputs))
+    quantiles = {f"p{q}": lengths[len(lengths) * q // 100] for q in (10, 50, 90, 99)}
+    grouped, padded = rows
+    ratio = grouped.requests_per_second / padded.requests_per_second
+    body = {
+        "environment": environment(2),
+        "tokens": quantiles,
+        "delay_bound_ms": BOUND_MS,
+        "ratio": ratio,
+        "rows": [asdict(one) for one in rows],
+    }
+    (RESULTS / "serve_lengths.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    lines = [
+        "# Batching by length",
+        "",
+        "Made by `python benchmarks/serve_lengths.py`: MiniLM on real texts ("
+        + ", ".join(f"{name} {tokens}" for name, tokens in quantiles.items())
+        + f" tokens), batches of up to {BATCH}, a delay bound of {BOUND_MS} ms.",
+        "Latencies at half the requests a second.",
+        "",
+        "| batching | requests/s | spread | padding | p50 ms | p99 ms | lost | twice | wrong |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.model} | {r.requests_per_second:,.0f} | {100 * r.spread:.0f}% | {100 * r.padding:.0f}% | {r.p50_ms:.1f} "
+        f"| {r.p99_ms:.1f} | {r.lost} | {r.twice} | {r.wrong} |"
+        for r in rows
+    ]
+    lines += ["", f"By length: {ratio:.2f} times the requests of padding in the order of arrival."]
+    text = "\n".join([*lines, ""])
+    (RESULTS / "serve_lengths.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

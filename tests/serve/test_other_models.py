@@ -1,0 +1,136 @@
+"""Models that are no ONNX: exported programs and engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from serving import WEIGHTS, Start, ask, client, linear
+from torch import nn
+
+from accel.artifact import Manifest, file_sha256, manifest_path
+from accel.runtimes import base
+from accel.signature import DimRange, Signature, TensorSpec
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x))
+
+
+def exported(folder: Path) -> tuple[nn.Module, Path]:
+    """``model.pt2`` with batches of 1 to 16, and the module it was made from."""
+    folder.mkdir(parents=True)
+    torch.manual_seed(0)
+    net = Net().eval()
+    batch = torch.export.Dim("batch", min=1, max=16)
+    program = torch.export.export(net, (torch.ones(2, 4),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, folder / "model.pt2")
+    return net, folder / "model.pt2"
+
+
+def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
+    """Fails if it isn't served, its dynamic batch isn't seen, or it computes something else than its module."""
+    net, _ = exported(tmp_path / "models" / "net" / "1")
+    linear(tmp_path / "models" / "linear" / "1")
+    served = serve(str(tmp_path / "models"), "--allow-pickle")
+    port = served.wait_for("serving")["ports"]["grpc"]
+    with client(port) as made:
+        config = made.get_model_config("net", as_json=True)["config"]
+        assert (config["platform"], config["max_batch_size"]) == ("pytorch_libtorch", 8)
+        [given] = made.get_model_metadata("net").inputs
+        for rows in (1, 3, 8):
+            x = np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)
+            tensor = triton.InferInput(given.name, [rows, 4], "FP32")
+            tensor.set_data_from_numpy(x)
+            answer = made.infer("net", [tensor])
+            with torch.inference_mode():
+                wanted = net(torch.from_numpy(x)).numpy()
+            [output] = answer.get_response().outputs
+            np.testing.assert_allclose(answer.as_numpy(output.name), wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ask(made), [WEIGHTS.sum(0)], rtol=1e-5)
+    assert served.end() == 0
+
+
+def test_an_exported_program_whose_manifest_does_not_hold(tmp_path: Path, start: Start) -> None:
+    """Fails if a program is served that isn't the one its manifest was written for."""
+    _, path = exported(tmp_path / "models" / "net" / "1")
+    signature = Signature(
+        (TensorSpec("x", "float32", ("batch", 4)),),
+        (TensorSpec("output", "float32", ("batch", 3)),),
+        {"batch": DimRange(1, 2, 16)},
+    )
+    Manifest(kind="torch", signature=signature, files={path.name: file_sha256(path)}).write(manifest_path(path))
+    process = start(tmp_path / "models", allow_pickle=True)
+    assert process.server.model_ready("net")
+    Manifest(kind="torch", signature=signature, files={path.name: "0" * 64}).write(manifest_path(path))
+    process = start(tmp_path / "models", allow_pickle=True)
+    [row] = process.server.index()
+    assert "not the file its manifest describes" in row.reason
+    process = start(tmp_path / "models", allow_pickle=True, insecure=True)
+    assert process.server.model_ready("net")
+
+
+def engine(folder: Path) -> Path:
+    """Bytes that are no engine, with a manifest that says they are one."""
+    folder.mkdir(parents=True)
+    path = folder / "model.engine"
+    path.write_bytes(b"engine")
+    signature = Signature((TensorSpec("x", "float32", ("batch", 4)),), (TensorSpec("y", "float32", ("batch", 3)),))
+    files = {path.name: file_sha256(path)}
+    Manifest(kind="engine", signature=signature, files=files).write(manifest_path(path))
+    return path
+
+
+def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if it isn't said that a GPU is what it lacks, or the models beside it aren't served."""
+    monkeypatch.setattr(base, "has_nvidia_gpu", lambda: False)
+    engine(tmp_path / "models" / "fast" / "1")
+    manifest_path(engine(tmp_path / "models" / "bare" / "1")).unlink()
+    linear(tmp_path / "models" / "linear" / "1")
+    process = start(tmp_path / "models")
+    rows = {row.name: row for row in process.server.index()}
+    assert rows["fast"].state == rows["bare"].state == "UNAVAILABLE"
+    assert "needs an NVIDIA GPU and this machine has none" in rows["fast"].reason
+    assert "nothing else says what an engine takes; build it again" in rows["bare"].reason
+    with client(process.ports["grpc"]) as made:
+        np.testing.assert_allclose(ask(made), [WEIGHTS.sum(0)], rtol=1e-5)
+        with pytest.raises(triton.InferenceServerException) as caught:
+            ask(made, "fast")
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+
+
+@pytest.mark.gpu
+def test_an_engine(tmp_path: Path, serve: Any) -> None:
+    """Fails if an engine isn't served as the ONNX model it was built from, at any batch of its profile."""
+    from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+    from accel.sources.onnx_file import open_onnx
+    from accel.stage import run_stage
+
+    toolkit = "tensorrt-rtx" if base.RUNTIMES["tensorrt-rtx"].installed else "tensorrt"
+    source = open_onnx(linear(tmp_path / "source"), dims={"batch": DimRange(1, 2, 8)})
+    folder = tmp_path / "models" / "linear" / "1"
+    folder.mkdir(parents=True)
+    run_stage("engine_from_onnx", source, EngineFromOnnxConfig(toolkit=toolkit), out=folder / "model.engine")
+    served = serve(str(tmp_path / "models"))
+    port = served.wait_for("serving")["ports"]["grpc"]
+    with client(port) as made:
+        assert made.get_model_config("linear", as_json=True)["config"]["platform"] == "tensorrt_plan"
+        for rows in (1, 3, 8):
+            x = np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)
+            tensor = triton.InferInput("x", [rows, 4], "FP32")
+            tensor.set_data_from_numpy(x)
+            np.testing.assert_allclose(made.infer("linear", [tensor]).as_numpy("y"), x @ WEIGHTS, rtol=1e-2, atol=1e-2)
+        tensor = triton.InferInput("x", [9, 4], "FP32")
+        tensor.set_data_from_numpy(np.zeros((9, 4), np.float32))
+        with pytest.raises(triton.InferenceServerException, match="batch-size must be <= 8"):
+            made.infer("linear", [tensor])
+    assert served.end() == 0
