@@ -128,23 +128,26 @@ class _Servicer:
         self._streams = threading.BoundedSemaphore(streams)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        made = {}
+        made, unary = {}, self.unary()
         for name, (request, response, streaming) in proto.methods().items():
-            if name == "ModelInfer":
-                behaviour: Any = self.ModelInfer
-            elif streaming:
-                behaviour = self.ModelStreamInfer
-            else:
-                behaviour = self._unary(getattr(self, name), response)
             if streaming:
                 made[name] = grpc.stream_stream_rpc_method_handler(
-                    behaviour, request.FromString, response.SerializeToString
+                    self.ModelStreamInfer, request.FromString, response.SerializeToString
                 )
             else:
                 made[name] = grpc.stream_unary_rpc_method_handler(
-                    self._received(behaviour, request.FromString), None, response.SerializeToString
+                    self._received(unary[name], request.FromString), None, response.SerializeToString
                 )
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
+
+    def unary(self) -> dict[str, Callable[[Any, Any], Any]]:
+        """What answers each method that takes one message, by its name: ``(request, context) -> response``."""
+        found = {
+            name: self._unary(getattr(self, name), response)
+            for name, (_, response, streaming) in proto.methods().items()
+            if not streaming and name != "ModelInfer"
+        }
+        return {**found, "ModelInfer": self.ModelInfer}
 
     def _received(
         self, behaviour: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]
@@ -336,6 +339,12 @@ class _Servicer:
                 target.uint32_param = setting
             else:
                 target.string_param = str(setting)
+
+
+def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any]]:
+    """``(request, context) -> response`` by the name of each method that takes one message: for what brings its own
+    gRPC server."""
+    return _Servicer(server, Arrivals(1), streams=1).unary()
 
 
 def _release(lock: threading.Lock) -> None:

@@ -49,6 +49,10 @@ class ServeError(AccelError):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self) -> tuple[type[ServeError], tuple[Code, str]]:
+        """It crosses processes with its code."""
+        return ServeError, (self.code, str(self))
+
 
 @dataclass(slots=True, kw_only=True)
 class InferenceRequest:

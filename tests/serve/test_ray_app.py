@@ -1,0 +1,157 @@
+"""The Ray Serve application, in Ray's local mode: replicas as objects of this process, no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from serving import WEIGHTS, linear
+
+from accel.errors import MissingExtra, UsageError
+from accel.serve import proto, ray_app
+from accel.serve.options import ServeOptions
+
+X = np.ones((2, 4), np.float32)
+
+
+class Call:
+    """Ray's context of a gRPC call."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self.metadata = [("authorization", f"Bearer {token}")] if token else []
+        self.code: Any = None
+        self.details = ""
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self.metadata
+
+    def set_code(self, code: Any) -> None:
+        self.code = code
+
+    def set_details(self, text: str) -> None:
+        self.details = text
+
+
+def message(name: str = "linear") -> bytes:
+    request = proto.message("ModelInferRequest")(model_name=name)
+    request.inputs.add(name="x", datatype="FP32", shape=X.shape)
+    request.raw_input_contents.append(X.tobytes())
+    made: bytes = request.SerializeToString()
+    return made
+
+
+def checked(response: Any) -> None:
+    found = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(2, 3)
+    np.testing.assert_allclose(found, X @ WEIGHTS, rtol=1e-5)
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> ray_app.Replica:
+    """As Ray makes it, without Ray."""
+    linear(tmp_path / "models" / "linear" / "1")
+    options = ServeOptions(repository=str(tmp_path / "models"), grpc_port=None, http_port=None)
+    return ray_app.Replica(options.to_text(), 4)
+
+
+def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
+    """Fails if a method of the service isn't there under the name that Ray calls, gets bytes and doesn't parse them, or
+    an error reaches the client without its code."""
+
+    def ask(name: str, body: bytes, context: Call | None = None) -> Any:
+        return asyncio.run(getattr(replica, name)(body, grpc_context=context))
+
+    checked(ask("ModelInfer", message()))
+    assert ask("ServerReady", b"").ready
+    named = proto.message("ModelMetadataRequest")(name="linear").SerializeToString()
+    assert ask("ModelMetadata", named).inputs[0].name == "x"
+    statistics = proto.message("ModelStatisticsRequest")(name="linear").SerializeToString()
+    assert ask("ModelStatistics", statistics).model_stats[0].inference_count == 2
+    for body, code in ((message("nothing"), grpc.StatusCode.NOT_FOUND), (b"\xff", grpc.StatusCode.INVALID_ARGUMENT)):
+        context = Call()
+        with pytest.raises(ray_app.ServeError) as caught:
+            ask("ModelInfer", body, context)
+        assert context.code is code
+        assert context.details
+        there = pickle.loads(pickle.dumps(caught.value))  # as Ray hands it on
+        assert (there.code, str(there)) == (caught.value.code, str(caught.value))
+
+
+def test_a_replica_answers_http(replica: ray_app.Replica) -> None:
+    """Fails if REST v2 through Ray answers otherwise than the server's own face."""
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": X.ravel().tolist()}]}
+    status, _, text = replica._http("POST", "/v2/models/linear/infer", {}, json.dumps(body).encode())
+    assert status == 200
+    np.testing.assert_allclose(json.loads(text)["outputs"][0]["data"], (X @ WEIGHTS).ravel(), rtol=1e-5)
+    assert replica._http("GET", "/v2/health/ready", {}, b"")[0] == 200
+    found = json.loads(replica._http("GET", "/v2/models/linear/versions/1", {}, b"")[2])
+    assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    assert json.loads(replica._http("GET", "/v2/models/linear/config", {}, b"")[2])["name"] == "linear"
+    for method, path, says in (
+        ("GET", "/v2/models/nothing", "unknown model"),
+        ("GET", "/v2/models/linear/infer", "not served here"),
+        ("POST", "/v2/repository/models/linear/unload", "not served here"),
+    ):
+        with pytest.raises(ray_app.ServeError, match=says):
+            replica._http(method, path, {}, b"")
+
+
+def test_tokens_hold_there_too(tmp_path: Path) -> None:
+    """Fails if a repository that wants tokens doesn't want them through Ray."""
+    (tmp_path / "tokens.toml").write_text('[[token]]\nname = "a"\ntoken = "secret"\n')
+    linear(tmp_path / "models" / "linear" / "1")
+    options = ServeOptions(
+        repository=str(tmp_path / "models"), tokens=str(tmp_path / "tokens.toml"), grpc_port=None, http_port=None
+    )
+    replica = ray_app.Replica(options.to_text(), 4)
+    context = Call()
+    with pytest.raises(ray_app.ServeError):
+        asyncio.run(replica.ModelInfer(message(), grpc_context=context))  # type: ignore[attr-defined]
+    assert context.code is grpc.StatusCode.UNAUTHENTICATED
+    checked(asyncio.run(replica.ModelInfer(message(), grpc_context=Call("secret"))))  # type: ignore[attr-defined]
+    with pytest.raises(ray_app.ServeError, match="wants a token"):
+        replica._http("GET", "/v2/models/linear", {}, b"")
+    assert replica._http("GET", "/v2/models/linear", {"authorization": "Bearer secret"}, b"")[0] == 200
+
+
+def test_ray_needs_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a missing Ray ends in a traceback of imports."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtra, match=r"accel-toolchain\[ray\]"):
+        ray_app.app({"repository": "models"})
+
+
+@pytest.fixture
+def serve() -> Any:
+    return pytest.importorskip("ray.serve", reason='Ray is not in [dev]: pip install "accel-toolchain[ray]"')
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
+    """Fails if Ray can't make the application, or calls it otherwise than it wants to be called."""
+    linear(tmp_path / "models" / "linear" / "1")
+    arguments = {"repository": str(tmp_path / "models"), "concurrency": "4", "cpus": "0.5"}
+    handle = serve.run(ray_app.app(arguments), _local_testing_mode=True)
+    checked(handle.ModelInfer.remote(message()).result())
+    assert handle.ServerLive.remote(b"").result().live
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "give repository"),
+        ({"repository": "m", "mode": "explicit"}, "needs no commands"),
+        ({"repository": "m", "replicas": "many"}, "is no number"),
+        ({"repository": "m", "port": "1"}, "no argument 'port'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, str], says: str) -> None:
+    """Fails if a mistake in the arguments is found by a replica that never starts."""
+    with pytest.raises(UsageError, match=says):
+        ray_app.app(arguments)
