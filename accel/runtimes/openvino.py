@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -34,7 +35,7 @@ class _Slot:
 
 
 class OpenVinoSession(BaseSession):
-    """A model compiled for latency with one infer request, or for throughput with one for each of
+    """A model compiled for latency with one infer request, or for throughput with
     ``options.streams``; runs may come from as many threads. ``options.precision`` is what float32 is computed in.
 
     Raises ``MissingExtra``, ``InvalidModel`` where the IR is missing, truncated or corrupt, ``UnsupportedHere`` where
@@ -71,11 +72,11 @@ class OpenVinoSession(BaseSession):
         except RuntimeError as error:
             raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
         free: SimpleQueue[_Slot] = SimpleQueue()
-        for _ in range(self.streams):
+        # One more than there are streams: what comes next is there when one of them is free.
+        for _ in range(self.streams + (self.streams > 1)):
             free.put(_Slot(model.create_infer_request()))
         # With one thread infer() swallows what goes wrong and leaves the outputs of the run before: wait() doesn't.
         self._waits = int(model.get_property("INFERENCE_NUM_THREADS")) < 2 * self.streams
-        self._queue: Any = None
         self._free = free
         self._model = model
 
@@ -102,37 +103,69 @@ class OpenVinoSession(BaseSession):
             else:
                 request.infer(None)
             slot.held = held
-            return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
+            return self._outputs_of(request)
         except RuntimeError as error:
             raise self._failed(error, feeds) from error
         finally:
             free.put(slot)
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
-        """The outputs of each of ``requests``, in their order, by OpenVINO's own queue of asynchronous requests."""
+        """The outputs of each of ``requests``, in their order, by asynchronous requests.
+
+        Without callbacks, and so without OpenVINO's own queue: a thread of the runtime that lets go of a Python object
+        while the queue is being destroyed waits for the interpreter, and the interpreter for it.
+        """
         if self.streams == 1:
             return super().run_many(requests)
         for feeds in requests:
             self.signature.check_feeds(feeds)
         self._ready()
-        if self._queue is None:
-            self._queue = self._ov.AsyncInferQueue(self._model, self.streams)
+        free = self._free
         found: list[dict[str, np.ndarray]] = [{} for _ in requests]
-
-        def finished(request: Any, job: tuple[int, list[Any]]) -> None:
-            number, _ = job  # the other half is what kept its inputs alive
-            found[number] = {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
-
-        self._queue.set_callback(finished)
+        under_way: dict[int, _Slot] = {}
         try:
             for number, feeds in enumerate(requests):
-                held = [self._tensor(name, feeds[name]) for name in self._inputs]
-                given = {index: tensor for index, (tensor, _) in zip(self._inputs.values(), held, strict=True)}
-                self._queue.start_async(given, (number, held), share_inputs=True)
-            self._queue.wait_all()
+                slot = None
+                while slot is None:
+                    try:
+                        slot = free.get(block=not under_way)  # others may hold the rest
+                    except Empty:
+                        self._finish_one(requests, under_way, found, free)
+                under_way[number] = slot
+                slot.held = [self._tensor(name, feeds[name]) for name in self._inputs]
+                for index, (tensor, _) in zip(self._inputs.values(), slot.held, strict=True):
+                    slot.request.set_input_tensor(index, tensor)
+                slot.request.start_async()
+            while under_way:
+                self._finish_one(requests, under_way, found, free)
         except RuntimeError as error:
-            raise self._failed(error, requests[0] if requests else {}) from error
+            raise self._failed(error, feeds) from error
+        finally:
+            for slot in under_way.values():
+                with contextlib.suppress(RuntimeError):
+                    slot.request.wait()
+                free.put(slot)
         return found
+
+    def _finish_one(
+        self,
+        requests: Sequence[Feeds],
+        under_way: dict[int, _Slot],
+        found: list[dict[str, np.ndarray]],
+        free: SimpleQueue[_Slot],
+    ) -> None:
+        """Take the outputs of the first request that is done; the oldest is the likeliest, a short one may overtake."""
+        while True:
+            for number, slot in under_way.items():
+                try:
+                    if not slot.request.wait_for(1):
+                        continue
+                    slot.request.wait()  # wait_for doesn't say all that went wrong
+                except RuntimeError as error:
+                    raise self._failed(error, requests[number]) from error
+                found[number] = self._outputs_of(slot.request)
+                free.put(under_way.pop(number))
+                return
 
     def _ready(self) -> None:
         """Load the model again where a run has failed."""
@@ -145,9 +178,12 @@ class OpenVinoSession(BaseSession):
 
     def _failed(self, error: RuntimeError, feeds: Feeds) -> RunFailed:
         # In bfloat16 a model that failed once fails at every later run, whatever its inputs: load it again then.
-        self._model = self._queue = None
+        self._model = None
         sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
         return RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}")
+
+    def _outputs_of(self, request: Any) -> dict[str, np.ndarray]:
+        return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
         """The input as a tensor over the same memory, and the array that owns the memory."""
@@ -172,7 +208,7 @@ class OpenVinoSession(BaseSession):
         """Free the model and end its threads."""
         super().close()
         self._free = SimpleQueue()
-        self._queue = self._model = self._core = None
+        self._model = self._core = None
 
 
 def reason(error: BaseException) -> str:

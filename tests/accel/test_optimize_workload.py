@@ -228,6 +228,7 @@ def test_few_lengths_stand_for_many(lengths: list[int]) -> None:
     assert set(found) <= set(lengths)
     spread = max(lengths) - min(lengths)
     assert abs(np.mean(found) - np.mean(lengths)) <= spread / 8 + 1e-9
+    assert abs(np.mean(_few(range(1, 801))) - 400.5) < 1
 
 
 def test_lengths_in_all_their_forms(tmp_path: Path) -> None:

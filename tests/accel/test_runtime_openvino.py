@@ -215,6 +215,26 @@ def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, m
             assert "\n" not in str(caught.value)
 
 
+def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
+    """Fails if one bad request among several that are under way goes unnoticed, names another's shape, hangs the
+    others, or leaves a session that never runs again."""
+    node = helper.make_node("MatMul", ["x", "y"], ["z"])
+    artifact = make([node], [("x", FLOAT, ["a", "b"]), ("y", FLOAT, ["c", "d"])], [("z", FLOAT, ["a", "d"])])
+
+    def feeds(rows: int, inner: int) -> dict[str, np.ndarray]:
+        return {"x": np.full((rows, 3), rows, np.float32), "y": np.ones((inner, 5), np.float32)}
+
+    good = [feeds(rows, 3) for rows in range(1, 9)]
+    with OpenVinoSession(artifact, SessionOptions(threads=2, streams=2)) as session:
+        for place in (0, 5, 8):
+            bad = [*good[:place], feeds(7, 4), *good[place:]]
+            with pytest.raises(AccelError, match=r"can't run .* at x \[7, 3\], y \[4, 5\]"):
+                session.run_many(bad)
+            for wanted, found in zip(good, session.run_many(good), strict=True):
+                np.testing.assert_array_equal(found["z"], wanted["x"] @ wanted["y"])
+            np.testing.assert_array_equal(session.run(good[1])["z"], np.full((2, 5), 6, np.float32))
+
+
 def test_closed_is_closed(mlp: Artifact) -> None:
     """Fails if a closed session runs or can't be closed twice."""
     session = OpenVinoSession(mlp, SessionOptions(threads=1))
