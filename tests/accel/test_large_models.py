@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +18,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.converters.cast import CastConfig, cast
 from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig
+from accel.converters.quantize import QuantizeConfig, quantize
 from accel.converters.quantize_smooth import smooth
 from accel.converters.simplify import SimplifyConfig, run_onnxsim
 from accel.runtimes.onnx_rounded import RoundedModel
@@ -25,6 +26,7 @@ from accel.sources import onnx_weights
 from accel.sources.onnx_file import open_onnx, read_proto
 from accel.sources.onnx_weights import detached_bytes, read_detached, weight_array
 from accel.stage import run_stage
+from accel.verify import gates
 from accel.verify.gates import OutputGate
 
 
@@ -124,6 +126,29 @@ def test_smoothing_detached_weights(tmp_path: Path) -> None:
     assert smooth(model, ("MatMul",), set(), lambda skip: iter([feeds][skip:]), 0.5) == 1  # not of the input
     np.testing.assert_allclose(RoundedModel(model).run(feeds)["y"], wanted, rtol=1e-3, atol=1e-3)
     assert all(np.array_equal(value, before[name]) for name, value in weights_of(path).items())
+
+
+def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the reference is still loaded when the candidate is, or is compared with itself."""
+    src = open_onnx(chain(tmp_path / "m", 64, 2), probe=False)
+    made = quantize(src, QuantizeConfig(mode="int8-weights", smallest=1, block_size=16), tmp_path / "q.onnx")
+    open_now: list[str] = []
+    most = [0]
+    plain = gates.open_session
+
+    def counted(artifact: Artifact, *rest: Any) -> Any:
+        session = plain(artifact, *rest)
+        open_now.append(artifact.path.name)
+        most[0] = max(most[0], len(open_now))
+        close = session.close
+        monkeypatch.setattr(session, "close", lambda: (open_now.remove(artifact.path.name), close()))
+        return session
+
+    monkeypatch.setattr(gates, "open_session", counted)
+    monkeypatch.setattr(gates, "_ONE_AT_A_TIME_BYTES", 0)
+    results = OutputGate(limit=0.1).check(src, made)
+    assert most == [1]
+    assert all(result.passed and result.value and result.value > 1e-4 for result in results)
 
 
 def resident(pid: int) -> int:
