@@ -103,6 +103,8 @@ class StageCache:
             yield
         finally:
             _unfinished.reset(token)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # where nothing was kept, a stage that failed leaves nothing
         shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: str, folder: Path, main: str) -> Artifact:

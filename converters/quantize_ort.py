@@ -176,8 +176,8 @@ def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, sy
     found = {}
     for name, histogram in histograms.found.items():
         ends = value_range(histogram, config.calibration, percentile=config.percentile, symmetric=symmetric)
-        low, high = np.float32(ends)
-        found[name] = (np.array(low), np.array(high))
+        low, high = (np.array(end, np.float32) for end in ends)
+        found[name] = (low, high)
     save_tensors_data(TensorsData(ort.CalibrationMethod.MinMax, found), ranges)
 
 

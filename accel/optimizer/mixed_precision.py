@@ -55,7 +55,8 @@ class Trajectory:
     confirmed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return _finite(asdict(self))
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
 
 
 def _finite(value: Any) -> Any:

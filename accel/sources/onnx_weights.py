@@ -62,7 +62,8 @@ def _wide(tensor: onnx.TensorProto) -> bool:
 def _bytes(tensor: onnx.TensorProto) -> int:
     from onnx import helper
 
-    return math.prod(tensor.dims) * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    count: int = math.prod(tensor.dims)
+    return count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 def is_detached(tensor: onnx.TensorProto) -> bool:

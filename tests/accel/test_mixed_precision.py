@@ -13,12 +13,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.api.optimize import optimize
 from accel.artifact import Artifact
+from accel.cache import StageCache
 from accel.converters.quantize import QuantizeConfig
 from accel.converters.quantize_sensitivity import sensitivities
-from accel.errors import UsageError
 from accel.optimizer.judge import Judge
-from accel.optimizer.mixed_precision import _halves
+from accel.optimizer.mixed_precision import _halves, assign
+from accel.optimizer.recipes import Request, recipes
 from accel.sources.onnx_file import open_onnx
+from accel.target import Target
 
 LAYERS = 6
 PLANTED = {"layer_1", "layer_4"}
@@ -132,26 +134,27 @@ def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path
     assert set(quantize["options"]["keep"]) == PLANTED
 
 
+def candidates(src: Artifact, data: Path | None) -> Any:
+    request = Request(targets=(Target.get("ort-cpu"),), precisions=("mixed",), data=data, samples=32, threads=1)
+    return recipes(src, request)
+
+
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
-    """Fails if the second half of the data isn't asked: there alone a third layer's input has an outlier."""
+    """Fails if the second half of the data isn't asked: there alone the input has values that nothing was calibrated
+    for."""
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
     x[40:, 0] = 2000.0
     np.savez(tmp_path / "d.npz", x=x)
-    result = optimize(
-        src,
-        out=tmp_path / "out",
-        target="ort-cpu",
-        precision="mixed",
-        data=tmp_path / "d.npz",
-        max_drop=0.005,
-        rounds=5,
-        threads=1,
-    )
-    row = mixed_row(result)
-    refuted = [one for one in row.trajectory.tries if one.judged_on == "held out" and not one.within]
-    assert refuted
-    assert set(row.trajectory.kept) > set(refuted[0].kept)
-    assert row.judgement.drop <= 0.005 or row.status == "rejected"
+    ((recipe,), _) = candidates(src, tmp_path / "d.npz")
+    judge = Judge(src, tmp_path / "d.npz", None)
+    made, found = assign(recipe, src, judge, 0.005, StageCache(tmp_path / "cache"))
+    refuted = [one for one in found.tries if one.judged_on == "held out" and not one.within]
+    assert set(refuted[0].kept) == PLANTED
+    assert set(found.kept) > PLANTED
+    assert found.tries[-1].within
+    assert found.tries[-1].judged_on == "held out"
+    quantize = [config for name, config, _ in made.stages if name == "quantize"]
+    assert not quantize or set(quantize[0].keep) == set(found.kept)
 
 
 def test_halves_keep_what_belongs_to_a_sample(src: Artifact, tmp_path: Path) -> None:
@@ -172,9 +175,8 @@ def test_halves_keep_what_belongs_to_a_sample(src: Artifact, tmp_path: Path) -> 
         assert _halves(whole, stack) == (("all", whole), None)
 
 
-def test_it_needs_data(src: Artifact, tmp_path: Path) -> None:
+def test_it_needs_data(src: Artifact) -> None:
     """Fails if layers are chosen on random inputs."""
-    result = optimize(src, out=tmp_path / "out", target="ort-cpu", precision="mixed", rounds=5, threads=1)
-    assert "pass --data" in next(row for row in result.candidates if row.precision == "mixed").reason
-    with pytest.raises(UsageError):
-        optimize(src, out=tmp_path / "out", precision="mixed", max_drop=3)
+    made, (left_out,) = candidates(src, None)
+    assert not made
+    assert "pass --data" in left_out.reason

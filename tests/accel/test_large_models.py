@@ -1,0 +1,218 @@
+"""Models whose weights lie beside them: every stage works on them piece by piece, also beyond the 2 GB of protobuf."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.converters.cast import CastConfig, cast
+from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.converters.quantize import QuantizeConfig, quantize
+from accel.converters.quantize_smooth import smooth
+from accel.converters.simplify import SimplifyConfig, run_onnxsim
+from accel.runtimes.onnx_rounded import RoundedModel
+from accel.sources import onnx_weights
+from accel.sources.onnx_file import open_onnx, read_proto
+from accel.sources.onnx_weights import detached_bytes, read_detached, weight_array
+from accel.stage import run_stage
+from accel.verify import gates
+from accel.verify.gates import OutputGate
+
+
+def chain(folder: Path, width: int, layers: int) -> Path:
+    """``layers`` square MatMuls, each behind a Relu, with their weights in a file of their own; an Identity to simplify
+    away."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    block = (rng.standard_normal((width, width)) * np.sqrt(2 / width)).astype(np.float32)
+    nodes, weights, value, offset = [], [], "x", 0
+    with (folder / "model.weights").open("wb") as stream:
+        for index in range(layers):
+            tensor = TensorProto(name=f"w{index}", data_type=TensorProto.FLOAT, dims=[width, width])
+            tensor.data_location = TensorProto.EXTERNAL
+            for key, entry in (("location", "model.weights"), ("offset", offset), ("length", block.nbytes)):
+                tensor.external_data.add(key=key, value=str(entry))
+            weights.append(tensor)
+            np.roll(block, index, axis=0).tofile(stream)
+            offset += block.nbytes
+            nodes.append(helper.make_node("MatMul", [value, f"w{index}"], [f"p{index}"], name=f"linear_{index}"))
+            nodes.append(helper.make_node("Relu", [f"p{index}"], [f"r{index}"], name=f"relu_{index}"))
+            value = f"r{index}"
+    nodes.append(helper.make_node("Identity", [value], ["y"], name="identity"))
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", width])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", width])],
+        weights,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, str(folder / "model.onnx"))
+    return folder / "model.onnx"
+
+
+@pytest.fixture
+def detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a megabyte counts as much."""
+    monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 1 << 18)
+
+
+def weights_of(path: Path) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in onnx.load(str(path)).graph.initializer}
+
+
+@pytest.mark.usefixtures("detached")
+def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
+    """Fails if a tensor is read from elsewhere in the file, or a model that is run comes out different."""
+    path = chain(tmp_path / "m", 256, 3)
+    light, whole = read_detached(path), read_proto(path, weights=True)
+    assert detached_bytes(light) == 3 * 256 * 256 * 4
+    assert light.ByteSize() < 10_000
+    for a, b in zip(light.graph.initializer, whole.graph.initializer, strict=True):
+        assert np.array_equal(weight_array(a), numpy_helper.to_array(b))
+    feeds = {"x": np.ones((2, 256), np.float32)}
+    assert np.array_equal(RoundedModel(light).run(feeds)["y"], RoundedModel(whole).run(feeds)["y"])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_cast_of_detached_weights_is_the_same_cast(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if weights that are rounded while they are copied differ in a bit from those rounded in memory."""
+    src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
+    config = CastConfig(precision=precision)
+    whole = cast(src, config, tmp_path / "whole.onnx")
+    monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 1 << 18)
+    light = cast(src, config, tmp_path / "light.onnx")
+    assert light.path.read_bytes() == whole.path.read_bytes()
+    assert light.notes["measured"] == whole.notes["measured"]
+
+
+@pytest.mark.usefixtures("detached")
+def test_simplify_without_the_weights(tmp_path: Path) -> None:
+    """Fails if onnxsim is handed the weights, if it loses one, or if they are inputs of what comes out."""
+    path = chain(tmp_path / "m", 256, 3)
+    run_onnxsim(path, tmp_path / "light.onnx", [], light=True)
+    light = read_proto(tmp_path / "light.onnx")
+    assert [value.name for value in light.graph.input] == ["x"]
+    assert "Identity" not in {node.op_type for node in light.graph.node}
+    assert {t.name for t in light.graph.initializer} == {"w0", "w1", "w2"}
+    assert light.ByteSize() < 10_000
+    feeds = {"x": np.ones((1, 256), np.float32)}
+    before = RoundedModel(read_proto(path, weights=True)).run(feeds)
+    (after,) = RoundedModel(light).run(feeds).values()
+    np.testing.assert_allclose(after, before["y"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("detached")
+def test_smoothing_detached_weights(tmp_path: Path) -> None:
+    """Fails if the scaled weights are written to the file that they came from, or not at all."""
+    path = chain(tmp_path / "m", 256, 2)
+    before = weights_of(path)
+    model = read_detached(path)
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 256)).astype(np.float32)}
+    wanted = RoundedModel(model).run(feeds)["y"]
+    assert smooth(model, ("MatMul",), set(), lambda skip: iter([feeds][skip:]), 0.5) == 1  # not of the input
+    np.testing.assert_allclose(RoundedModel(model).run(feeds)["y"], wanted, rtol=1e-3, atol=1e-3)
+    assert all(np.array_equal(value, before[name]) for name, value in weights_of(path).items())
+
+
+def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the reference is still loaded when the candidate is, or is compared with itself."""
+    src = open_onnx(chain(tmp_path / "m", 64, 2), probe=False)
+    made = quantize(src, QuantizeConfig(mode="int8-weights", smallest=1, block_size=16), tmp_path / "q.onnx")
+    open_now: list[str] = []
+    most = [0]
+    plain = gates.open_session
+
+    def counted(artifact: Artifact, *rest: Any) -> Any:
+        session = plain(artifact, *rest)
+        open_now.append(artifact.path.name)
+        most[0] = max(most[0], len(open_now))
+        close = session.close
+        monkeypatch.setattr(session, "close", lambda: (open_now.remove(artifact.path.name), close()))
+        return session
+
+    monkeypatch.setattr(gates, "open_session", counted)
+    monkeypatch.setattr(gates, "_ONE_AT_A_TIME_BYTES", 0)
+    results = OutputGate(limit=0.1).check(src, made)
+    assert most == [1]
+    assert all(result.passed and result.value and result.value > 1e-4 for result in results)
+
+
+def resident(pid: int) -> int:
+    """Bytes that a process and its children hold in memory."""
+    try:
+        status = Path(f"/proc/{pid}/statm").read_text().split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return 0
+    return int(status[1]) * 4096 + sum(resident(int(child)) for child in children)
+
+
+@contextmanager
+def peak_of_all() -> Iterator[Callable[[], int]]:
+    """The largest sum over this process and its children, looked at twenty times a second."""
+    import os
+
+    found, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            found[0] = max(found[0], resident(os.getpid()))
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: found[0]
+    finally:
+        done.set()
+        thread.join()
+
+
+LIMIT = 2.5
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a stage can't take more than protobuf's 2 GB, or holds the weights more often than it has to: the peak
+    of this process and its children stays below 2.5 times the model."""
+    size = 8 * 8192 * 8192 * 4
+    cache = StageCache(tmp_path / "cache")
+    gate = [OutputGate(limit=0.5, seeds=1)]
+    peaks: dict[str, float] = {}
+
+    def stage(what: str, name: str, src: Artifact, config: object, **options: object) -> Artifact:
+        with peak_of_all() as peak:
+            made = run_stage(name, src, config, gates=gate, cache=cache, **options)  # type: ignore[arg-type]
+        peaks[what] = peak() / size
+        print(what, round(peaks[what], 2), flush=True)
+        return made
+
+    path = chain(tmp_path / "m", 8192, 8)
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache.root))
+    with peak_of_all() as peak:
+        src = open_onnx(path, cache=cache)
+    peaks["open"] = peak() / size
+    assert sum(file.stat().st_size for file in src.files) > 2**31
+    simple = stage("simplify", "simplify", src, SimplifyConfig())
+    assert "kept" not in simple.notes
+    stage("cast", "cast", simple, CastConfig())
+    stage("dynamic", "quantize", simple, QuantizeConfig(mode="dynamic"))
+    stage("static", "quantize", simple, QuantizeConfig(mode="static"))
+    stage("int4", "quantize", simple, QuantizeConfig(mode="int4-weights"))
+    stage("openvino", "openvino_from_onnx", simple, OpenVinoFromOnnxConfig())
+    assert max(peaks.values()) < LIMIT, peaks
