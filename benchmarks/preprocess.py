@@ -1,51 +1,145 @@
-"""Is preprocessing cheaper inside the graph? The digits net fed with bytes through numpy on the host, and directly.
+"""Is preprocessing cheaper inside the graph? A net fed with bytes through numpy on the host, and directly.
 
-    python benchmarks/preprocess.py [--batch 32] [--rounds 200]
+    python benchmarks/preprocess.py                    # every row
+    python benchmarks/preprocess.py digits --rounds 200
 
-Prints the median and the 99th percentile of both in ms, in turns, on one thread. Not run on a quiet machine yet.
+In turns, on one thread, in ONNX Runtime. Each row is written to benchmarks/results/preprocess.json and .md as soon as
+it is measured: median and 99th percentile of both, and how far the outputs are apart. For a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import accel
+from accel.bench.environment import environment
 from accel.converters.preprocess import PreprocessConfig
+
+RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """``shape``: of the bytes that come in, channels last. ``mean``, ``std``: one number or one a channel."""
+
+    title: str
+    source: str
+    shape: tuple[int, int, int]
+    batch: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+ROWS = {
+    "digits": Row(
+        title="small CNN (digits), 8x8x1",
+        source="accel.examples.digits:model",
+        shape=(8, 8, 1),
+        batch=32,
+        mean=(0.25,),
+        std=(0.5,),
+    ),
+    "efficientnet-lite0": Row(
+        title="EfficientNet-Lite0, 224x224x3",
+        source=f"{HERE.with_name('cpu_models.py')}:efficientnet_lite0",
+        shape=(224, 224, 3),
+        batch=1,
+        mean=(0.498, 0.498, 0.498),
+        std=(0.502, 0.502, 0.502),
+    ),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=32)
+    """Measure the rows asked for, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default: all")
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    for name in asked.rows:
+        if name not in ROWS:
+            parser.error(f"no row {name}; the rows are {', '.join(ROWS)}")
+    path = asked.results / "preprocess.json"
+    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
+    for name in asked.rows or ROWS:
+        body["rows"][name] = measured(ROWS[name], asked.rounds)
+        asked.results.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown(body), encoding="utf-8")
+    print(markdown(body))
+
+
+def measured(row: Row, rounds: int) -> dict[str, Any]:
+    """Both ways in turns, in ms, with the largest relative error between their outputs."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        plain = accel.export("accel.examples.digits:model", out=folder / "plain.onnx")
-        config = PreprocessConfig(mean=(0.25,), std=(0.5,), layout="NHWC", dtype="uint8")
+        plain = accel.export(row.source, out=folder / "plain.onnx")
+        config = PreprocessConfig(mean=row.mean, std=row.std, layout="NHWC", dtype="uint8")
         fused = accel.export(plain.path, preprocess=config, out=folder / "fused.onnx")
-        images = np.random.default_rng(0).integers(0, 256, (asked.batch, 8, 8, 1)).astype(np.uint8)
+        images = np.random.default_rng(0).integers(0, 256, (row.batch, *row.shape)).astype(np.uint8)
+        (name,) = (spec.name for spec in plain.signature.inputs)
+        mean, std = np.float32(row.mean), np.float32(row.std)
         with accel.load(plain, options={"threads": 1}) as host, accel.load(fused, options={"threads": 1}) as inside:
 
-            def on_the_host() -> None:
-                x = (images.astype(np.float32) / 255 - np.float32(0.25)) / np.float32(0.5)
-                host.run({"image": np.ascontiguousarray(x.transpose(0, 3, 1, 2))})
+            def on_the_host() -> dict[str, np.ndarray]:
+                x = (images.astype(np.float32) / 255 - mean) / std
+                return host.run({name: np.ascontiguousarray(x.transpose(0, 3, 1, 2))})
 
+            def in_the_graph() -> dict[str, np.ndarray]:
+                return inside.run({name: images})
+
+            wanted, found = on_the_host(), in_the_graph()
+            off = max(float(np.linalg.norm(found[k] - wanted[k]) / np.linalg.norm(wanted[k])) for k in wanted)
             times: dict[str, list[float]] = {"numpy on the host": [], "in the graph": []}
-            for _ in range(asked.rounds):
-                for name, run in (
-                    ("numpy on the host", on_the_host),
-                    ("in the graph", lambda: inside.run({"image": images})),
-                ):
+            for _ in range(rounds):
+                for way, run in (("numpy on the host", on_the_host), ("in the graph", in_the_graph)):
                     start = time.perf_counter()
                     run()
-                    times[name].append((time.perf_counter() - start) * 1e3)
-        for name, values in times.items():
-            print(f"{name:18} median {np.median(values):.4f} ms, p99 {np.percentile(values, 99):.4f} ms")
+                    times[way].append((time.perf_counter() - start) * 1e3)
+    return {
+        "title": row.title,
+        "batch": row.batch,
+        "rounds": rounds,
+        "environment": environment(1),
+        "rel_l2": off,
+        "results": {
+            way: {"median_ms": float(np.median(ms)), "p99_ms": float(np.percentile(ms, 99))}
+            for way, ms in times.items()
+        },
+    }
+
+
+def markdown(body: dict[str, Any]) -> str:
+    """The results page."""
+    lines = [
+        "# Preprocessing in the graph, against numpy on the host",
+        "",
+        "Bytes, channels last, normalized, into the net and through it; ONNX Runtime on one thread, in turns;",
+        "`python benchmarks/preprocess.py`. Median and 99th percentile in ms.",
+        "",
+        "| net | batch | numpy on the host | in the graph | ratio of the medians | relative error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in body["rows"].values():
+        host, inside = row["results"]["numpy on the host"], row["results"]["in the graph"]
+        figures = [f"{way['median_ms']:.3f} (p99 {way['p99_ms']:.3f})" for way in (host, inside)]
+        ratio = host["median_ms"] / inside["median_ms"]
+        lines.append(f"| {row['title']} | {row['batch']} | {' | '.join(figures)} | {ratio:.3f} | {row['rel_l2']:.1e} |")
+    for row in body["rows"].values():
+        where = row["environment"]
+        versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("onnxruntime", "numpy", "python"))
+        lines += ["", f"{row['title']}: {where['cpu']}, {where['cores']} cores, {versions}, {row['rounds']} turns."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -189,8 +189,8 @@ def to_onnx_unjudged(src: Artifact) -> Artifact:
     from accel.converters.onnx_from_torch import OnnxFromTorchConfig
     from accel.converters.simplify import SimplifyConfig
 
-    kind = OnnxFromTorchConfig if src.kind == "torch" else OnnxFromTensorFlowConfig
-    made = run_stage(_TO_ONNX[src.kind], src, kind(opset=DEFAULT_OPSET))
+    config = OnnxFromTorchConfig() if src.kind == "torch" else OnnxFromTensorFlowConfig()
+    made = run_stage(_TO_ONNX[src.kind], src, config)
     return run_stage("simplify", made, SimplifyConfig())
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from accel.cli import output_options
-from accel.cli.options import read_dims, read_normalize, source_options
+from accel.cli.options import graph_options, read_dims, read_names, read_normalize, source_options
 from accel.errors import BadInputSpec
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 )
 @click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn, openvino, torch.")
 @source_options
-@click.option("--inputs", "graph_inputs", metavar="X:0,...", help="Input tensors of a frozen .pb or a .meta.")
-@click.option("--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta.")
-@click.option("--signature", default="", help="Which signature of a SavedModel (serving_default).")
+@graph_options
 @click.option("--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow graph.")
 @click.option("--opset", type=int, help="The opset the file will have, exactly: 20, of an ONNX file its own.")
 @click.option("--limit", type=float, help="Largest relative error of an output (float32: 1e-4).")
@@ -74,8 +72,8 @@ def command(
         inputs=inputs or None,
         weights=weights,
         dims=read_dims(dims),
-        graph_inputs=_names(graph_inputs),
-        graph_outputs=_names(graph_outputs),
+        graph_inputs=read_names(graph_inputs),
+        graph_outputs=read_names(graph_outputs),
         signature=signature,
         strip_training_ops=strip_training_ops,
         opset=opset,
@@ -106,10 +104,6 @@ def command(
         return "\n".join(lines)
 
     say.result(body, human)
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def _preprocess(

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.cli import output_options
-from accel.cli.options import read_sizes
+from accel.cli.options import graph_options, read_names, read_sizes
 
 if TYPE_CHECKING:
     from accel.api.inspect import Inspection
     from accel.cli import Output
+
+# The endings that netron draws.
+_NETRON = (".onnx", ".tflite", ".keras", ".h5", ".hdf5", ".pb", ".xml", ".param", ".pt2", ".pt")
 
 
 @click.command("inspect")
@@ -23,12 +26,35 @@ if TYPE_CHECKING:
 @click.option("--graph", "page", type=click.Path(path_type=Path), help="Write an HTML page that shows the graph.")
 @click.option("--against", help="A second model, shown beside it on the page with what changed.")
 @click.option("--sizes", metavar="NAME=SIZE,...", help="The shape that FLOPs are counted at: batch=1,sequence=128.")
+@graph_options
 @output_options
-def command(model: str, check: bool, page: Path | None, against: str | None, sizes: str | None, say: Output) -> None:
-    """Show what MODEL is, what it costs, how it came to be and what was proven about it."""
+def command(
+    model: str,
+    check: bool,
+    page: Path | None,
+    against: str | None,
+    sizes: str | None,
+    graph_inputs: str | None,
+    graph_outputs: str | None,
+    signature: str,
+    say: Output,
+) -> None:
+    """Show what MODEL is, what it costs, how it came to be and what was proven about it.
+
+    MODEL is any file or folder that accel export takes or gives.
+    """
     from accel.api.inspect import inspect
 
-    found = inspect(model, check=check, page=page, against=against, sizes=read_sizes(sizes) or None)
+    found = inspect(
+        model,
+        check=check,
+        page=page,
+        against=against,
+        sizes=read_sizes(sizes) or None,
+        graph_inputs=read_names(graph_inputs),
+        graph_outputs=read_names(graph_outputs),
+        signature=signature,
+    )
     say.result(found.to_json(), lambda: _human(found))
     if found.intact is False:
         names = ", ".join(f"{link.what} {link.path}".strip() for link in found.changed) or "a file of the artifact"
@@ -67,27 +93,38 @@ def _human(found: Inspection) -> Any:
             chain.add_row(link.what, link.path, link.recorded[:12], link.status)
         parts.append(chain)
     if found.graph:
-        counts = ", ".join(f"{op} {n}" for op, n in list(found.graph["operators"].items())[:12])
-        parts.append(f"{found.graph['nodes']} nodes, {found.graph['parameters']:,} parameters: {counts}")
-        parts += _cost(found.graph)
+        parts += _graph(found.graph)
     if found.kernels:
         parts += _kernels(list(found.kernels))
-    if find_spec("netron") is not None and artifact.kind in ("onnx", "tflite"):
+    if find_spec("netron") is not None and artifact.path.suffix in _NETRON:
         parts.append(escape(f"netron is installed and shows this file as well: netron {artifact.path}"))
     return Group(*parts)
 
 
+def _graph(graph: dict[str, Any]) -> list[Any]:
+    """Operators and weights, FLOPs by operator, the most expensive nodes, and what looks odd."""
+    from rich.markup import escape
+
+    counts = ", ".join(f"{op} {n}" for op, n in list(graph.get("operators", {}).items())[:12])
+    nodes = f"{graph['nodes']} nodes, " if "nodes" in graph else ""
+    weights = ", ".join(f"{name} {n / 1e6:.1f} MB" for name, n in graph["weight_bytes"].items())
+    said = f"{nodes}{graph['parameters']:,} parameters ({weights or 'no weights'})"
+    parts: list[Any] = [escape(said + (f": {counts}" if counts else ""))]
+    if "flops" in graph:
+        parts += _cost(graph)
+    return parts + [escape(f"warning: {line}") for line in graph["warnings"]]
+
+
 def _cost(graph: dict[str, Any]) -> list[Any]:
-    """FLOPs by operator, the most expensive nodes, and what looks odd."""
     from rich.markup import escape
     from rich.table import Table
 
     sizes = ", ".join(f"{name}={size}" for name, size in graph["sizes"].items()) or "its fixed shape"
     total = graph["flops"] or 1
     shares = ", ".join(f"{op} {n / total:.0%}" for op, n in list(graph["flops_by_operator"].items())[:6])
-    weights = ", ".join(f"{name} {n / 1e6:.1f} MB" for name, n in graph["weight_bytes"].items())
-    text = f"{graph['flops'] / 1e9:.3g} GFLOPs at {sizes}: {shares}\nweights: {weights}"
-    text += f"; quantized products: {graph['quantized_share']:.0%}"
+    form = f", counted as {graph['counted_as']}" if "counted_as" in graph else ""
+    text = f"{graph['flops'] / 1e9:.3g} GFLOPs at {sizes}{form}: {shares}"
+    text += f"\nquantized products: {graph['quantized_share']:.0%}"
     nodes = Table(title="most expensive", title_justify="left")
     for column in ("node", "operator", "MFLOPs", "share", "output"):
         nodes.add_column(column, overflow="fold")
@@ -95,8 +132,7 @@ def _cost(graph: dict[str, Any]) -> list[Any]:
         shape = "x".join(map(str, node["shape"] or ()))
         share = f"{node['flops'] / total:.1%}"
         nodes.add_row(escape(node["name"]), node["operator"], f"{node['flops'] / 1e6:.2f}", share, shape)
-    parts: list[Any] = [escape(text), nodes] if graph["most_expensive"] else [escape(text)]
-    return parts + [escape(f"warning: {line}") for line in graph["warnings"]]
+    return [escape(text), nodes] if graph["most_expensive"] else [escape(text)]
 
 
 def _plain(value: Any) -> str:

@@ -50,6 +50,25 @@ def read_dims(dims: tuple[str, ...]) -> dict[str, DimRange]:
     return found
 
 
+_graph_inputs = click.option(
+    "--inputs", "graph_inputs", metavar="X:0,...", help="Input tensors of a frozen .pb or a .meta."
+)
+_graph_outputs = click.option(
+    "--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta."
+)
+_signature = click.option("--signature", default="", help="Which signature of a SavedModel (serving_default).")
+
+
+def graph_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--inputs``, ``--outputs`` and ``--signature``: which part of a TensorFlow file is meant."""
+    return _graph_inputs(_graph_outputs(_signature(function)))
+
+
+def read_names(text: str | None) -> tuple[str, ...]:
+    """``"x:0, y:0"`` as names."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
 sizes_option = click.option(
     "--sizes",
     metavar="NAME=SIZE,...",

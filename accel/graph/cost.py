@@ -28,19 +28,21 @@ _QUANTIZED = frozenset(
     {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}
 )
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-_HEAVY = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *_GATES, *_QUANTIZED})
+_PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *_GATES, *_QUANTIZED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
     """One node. ``flops`` counts a multiplication and an addition as two; None where a shape isn't known.
-    ``quantized``: its products are of integers, or of what a DequantizeLinear before it gives."""
+    ``product``: a matrix product, convolution or recurrent layer. ``quantized``: its products are of integers, or of
+    what a DequantizeLinear before it gives."""
 
     name: str
     operator: str
     flops: int | None
     shape: Shape | None
     parameters: int
+    product: bool = False
     quantized: bool = False
 
 
@@ -69,9 +71,9 @@ class GraphCost:
 
     @property
     def quantized_share(self) -> float:
-        heavy = [node for node in self.nodes if node.operator in _HEAVY and node.flops]
-        total = sum(node.flops or 0 for node in heavy)
-        return sum(node.flops or 0 for node in heavy if node.quantized) / total if total else 0.0
+        products = [node for node in self.nodes if node.product and node.flops]
+        total = sum(node.flops or 0 for node in products)
+        return sum(node.flops or 0 for node in products if node.quantized) / total if total else 0.0
 
     def most_expensive(self, count: int = 10) -> list[NodeCost]:
         return sorted((n for n in self.nodes if n.flops), key=lambda n: -(n.flops or 0))[:count]
@@ -102,7 +104,9 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
     shapes, inferred = _shapes(model, at)
     constants = {t.name: t for t in model.graph.initializer}
     given = set(constants)
-    parameters = sum(math.prod(t.dims) for t in constants.values())
+    # Axes and sizes are no weights.
+    sizes_and_flags = (TensorProto.INT64, TensorProto.BOOL, TensorProto.STRING)
+    parameters = sum(math.prod(t.dims) for t in constants.values() if t.data_type not in sizes_and_flags)
     weights: Counter[str] = Counter()
     for tensor in constants.values():
         weights[TensorProto.DataType.Name(tensor.data_type).lower()] += _bytes(tensor)
@@ -129,6 +133,7 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
                 flops=_flops(node, shapes),
                 shape=shapes.get(node.output[0]) if node.output else None,
                 parameters=own,
+                product=node.op_type in _PRODUCTS,
                 quantized=node.op_type in _QUANTIZED or sum(name in restored for name in node.input[:2]) == 2,
             )
         )

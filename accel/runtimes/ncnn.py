@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +68,25 @@ class Net:
         rows = [self._sample({name: value[i] for name, value in feeds.items()}) for i in range(batch.pop())]
         return {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.signature.outputs}
 
-    def _sample(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        import ncnn
+    def shapes(self, feeds: Feeds, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """The shape of each of the blobs ``names`` for one sample; a blob that ncnn hasn't is left out."""
         import numpy as np
 
         found = {}
+        with self._fed(feeds) as extractor:
+            extractor.set_light_mode(False)  # keeps what is in between
+            for name in names:
+                code, mat = extractor.extract(name)
+                if code == 0:
+                    found[name] = tuple(int(n) for n in np.array(mat).shape)
+        return found
+
+    @contextmanager
+    def _fed(self, feeds: Feeds) -> Iterator[Any]:
+        """An extractor that has one sample."""
+        import ncnn
+        import numpy as np
+
         # A Mat may only look at the array: both have to live until the extractor is done.
         held = []
         with self.net.create_extractor() as extractor:
@@ -80,6 +96,13 @@ class Net:
                     value = value.astype(np.int32)
                 held.append((value, ncnn.Mat(value).clone()))
                 extractor.input(f"in{index}", held[-1][1])
+            yield extractor
+
+    def _sample(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        import numpy as np
+
+        found = {}
+        with self._fed(feeds) as extractor:
             for index, spec in enumerate(self.signature.outputs):
                 code, mat = extractor.extract(f"out{index}")
                 if code != 0:

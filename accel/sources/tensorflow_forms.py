@@ -151,16 +151,21 @@ def _from_keras(model: Any, where: str) -> Loaded:
     return _from_call(call, kinds, inputs, names, keep=model)
 
 
-def _graph(spec: TensorFlowSpec) -> Loaded:
+def _read_graph(path: str) -> Any:
     graph = tf.compat.v1.GraphDef()
-    data = Path(spec.path).read_bytes()
+    data = Path(path).read_bytes()
     try:
         graph.ParseFromString(data)
     except Exception as error:
         hint = "a SavedModel's own file: give its folder" if b"serve" in data[:4096] else "not a TensorFlow graph"
-        raise InvalidModel(f"{spec.path} is {hint}; a frozen graph is what is needed here") from error
+        raise InvalidModel(f"{path} is {hint}; a frozen graph is what is needed here") from error
     if not graph.node or not all(node.op and node.name for node in graph.node):
-        raise InvalidModel(f"{spec.path} is not a TensorFlow graph; give a frozen GraphDef")
+        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef")
+    return graph
+
+
+def _graph(spec: TensorFlowSpec) -> Loaded:
+    graph = _read_graph(spec.path)
     if any(node.op in ("VariableV2", "VarHandleOp", "RefVariable") for node in graph.node):
         raise BadSource(
             f"{spec.path} is not frozen: its weights are in a checkpoint; give the checkpoint's .meta file instead"
@@ -211,18 +216,49 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
     """``BadSource`` that lists what there is, where inputs or outputs are missing or don't exist."""
     nodes = {node.name for node in graph.node}
-    used = {name.lstrip("^").partition(":")[0] for node in graph.node for name in node.input}
-    starts = [node.name for node in graph.node if node.op in ("Placeholder", "PlaceholderWithDefault")]
-    quiet = ("Const", "NoOp", "Assert", "SaveV2", "RestoreV2", "Assign", "AssignVariableOp")
-    ends = [node.name for node in graph.node if node.name not in used and node.op not in quiet]
-    hint = (
-        f"--inputs {','.join(f'{n}:0' for n in starts[:4]) or 'x:0'} --outputs {','.join(f'{n}:0' for n in ends[:4])}"
-    )
+    starts, ends = _ends(graph)
+    hint = f"--inputs {','.join(starts[:4]) or 'x:0'} --outputs {','.join(ends[:4])}"
     if not spec.inputs or not spec.outputs:
         raise BadSource(f"{spec.path} is a bare graph and doesn't say what goes in and out; pass e.g. {hint}")
     for name in (*spec.inputs, *spec.outputs):
         if name.partition(":")[0] not in nodes:
             raise BadSource(f"{spec.path} has no tensor {name}; its ends are {hint}")
+
+
+def _ends(graph: Any) -> tuple[list[str], list[str]]:
+    """The tensors of a graph that look like its inputs, and those that are computed of them and lead nowhere."""
+    kinds = ("Placeholder", "PlaceholderWithDefault")
+    starts = [node.name for node in graph.node if node.op in kinds and not node.name.startswith("save/")]
+    reads = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in graph.node}
+    used = {name for names in reads.values() for name in names}
+    users: dict[str, list[str]] = {}
+    for name, names in reads.items():
+        for other in names:
+            users.setdefault(other, []).append(name)
+    reached, queue = set(starts), list(starts)
+    while queue:
+        for name in users.get(queue.pop(), ()):
+            if name not in reached:
+                reached.add(name)
+                queue.append(name)
+    quiet = ("Const", "NoOp", "Assert", "Assign", "AssignVariableOp", *kinds)
+    ends = [n.name for n in graph.node if n.name in reached and n.name not in used and n.op not in quiet]
+    return [f"{name}:0" for name in starts], [f"{name}:0" for name in ends]
+
+
+def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
+    """What looks like the inputs and the outputs of a ``.pb`` or ``.meta`` that doesn't say. ``BadSource`` where the
+    file is none."""
+    if spec.form == "graph":
+        return _ends(_read_graph(spec.path))
+    try:
+        with tf.Graph().as_default() as graph:
+            tf.compat.v1.train.import_meta_graph(spec.path, clear_devices=True)
+            return _ends(graph.as_graph_def())
+    except Exception as error:
+        raise InvalidModel(
+            f"{spec.path} can't be read as a TF1 checkpoint ({one_line(error)}); save it again"
+        ) from error
 
 
 def _python(spec: TensorFlowSpec) -> Loaded:

@@ -5,6 +5,8 @@ Imported in the TensorFlow process alone.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ _MASK = frozenset(
 )
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
+_NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
 _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
 
@@ -94,6 +97,17 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
 
 def refuse_random(frozen: Frozen, where: str) -> None:
     """``BadSource`` that names the random ops which lead to the outputs."""
+    found = [f"{node.name} ({node.op})" for node in _leading_to_outputs(frozen) if node.op in _RANDOM]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise BadSource(
+            f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}; "
+            "pass --strip-training-ops to take dropout out, or save the model for inference"
+        )
+
+
+def _leading_to_outputs(frozen: Frozen) -> list[Any]:
+    """The nodes that the outputs are computed of, those of the functions that are called included."""
     ends = [name.partition(":")[0] for name in frozen.outputs.values()]
     graph = tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, ends)
     # Functions stay in the library after their last call was inlined.
@@ -109,13 +123,7 @@ def refuse_random(frozen: Frozen, where: str) -> None:
         if name in functions:
             nodes += list(functions[name].node_def)
             called |= {a.func.name for n in functions[name].node_def for a in n.attr.values() if a.func.name}
-    found = [f"{node.name} ({node.op})" for node in nodes if node.op in _RANDOM]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise BadSource(
-            f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}; "
-            "pass --strip-training-ops to take dropout out, or save the model for inference"
-        )
+    return nodes
 
 
 def strip_dropout(graph: Any) -> Any:
@@ -202,6 +210,27 @@ def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
     if node.op in ("Sub", "RealDiv", "Div", "Identity", "Cast", "Mul", "Add", "AddV2"):
         return all(_is_scalar(inner, nodes) for inner in node.input)
     return False
+
+
+def count_graph(frozen: Frozen) -> dict[str, Any]:
+    """What ``accel.sources.tensorflow_model.count`` gives, of a frozen graph: its constants are the weights."""
+    nodes = _leading_to_outputs(frozen)
+    operators = Counter(node.op for node in nodes if node.op not in _NO_WORK)
+    parameters, weights = 0, Counter[str]()
+    for node in nodes:
+        if node.op != "Const":
+            continue
+        kind = tf.as_dtype(node.attr["dtype"].type)
+        number = math.prod(dim.size for dim in node.attr["value"].tensor.tensor_shape.dim)
+        if kind.is_floating and number > 1:
+            parameters += number
+            weights[kind.name] += number * kind.size
+    return {
+        "nodes": sum(operators.values()),
+        "parameters": parameters,
+        "operators": dict(operators.most_common()),
+        "weight_bytes": dict(weights.most_common()),
+    }
 
 
 def index_bounds(frozen: Frozen) -> dict[str, tuple[int, int]]:

@@ -103,6 +103,17 @@ def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[st
     raise last
 
 
+def count(spec: TensorFlowSpec) -> dict[str, Any]:
+    """``nodes``, ``operators`` (how many of each, by TensorFlow's names), ``parameters``, ``weight_bytes`` by dtype."""
+    if spec.form == "tflite":
+        from accel.sources.tflite_model import count_file
+
+        return count_file(Path(spec.path))
+    from accel.sources.tensorflow_graph import count_graph
+
+    return count_graph(load(spec).freeze())
+
+
 def run(spec: TensorFlowSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Outputs by name. ``BadSource`` where the model fails on these inputs."""
     return _called(load(spec), feeds, spec.path)

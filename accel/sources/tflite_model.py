@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +90,31 @@ def is_quantized(path: Path) -> bool:
 def operators(path: Path) -> set[str]:
     """The operators in the file, by TFLite's names."""
     return {str(op["op_name"]) for op in _interpreter(path)._get_ops_details()}
+
+
+def count_file(path: Path) -> dict[str, Any]:
+    """What ``accel.sources.tensorflow_model.count`` gives, of a ``.tflite`` file: tensors with a buffer are weights."""
+    from tensorflow.lite.python import schema_py_generated as schema
+
+    kinds = {value: name.lower() for name, value in vars(schema.TensorType).items() if not name.startswith("_")}
+    model = schema.Model.GetRootAs(path.read_bytes(), 0)
+    parameters, weights = 0, Counter[str]()
+    for graph in (model.Subgraphs(i) for i in range(model.SubgraphsLength())):
+        for tensor in (graph.Tensors(i) for i in range(graph.TensorsLength())):
+            kind, size = kinds[tensor.Type()], model.Buffers(tensor.Buffer()).DataLength()
+            number = math.prod(tensor.Shape(axis) for axis in range(tensor.ShapeLength()))
+            # Axes and sizes are int32, and so are the biases of quantized layers, which alone have a scale.
+            scaled = tensor.Quantization() is not None and tensor.Quantization().ScaleLength() > 0
+            if size and number > 1 and (kind.startswith("float") or scaled):
+                parameters += number
+                weights[kind] += size
+    operators = Counter(str(op["op_name"]) for op in _interpreter(path)._get_ops_details())
+    return {
+        "nodes": sum(operators.values()),
+        "parameters": parameters,
+        "operators": dict(operators.most_common()),
+        "weight_bytes": dict(weights.most_common()),
+    }
 
 
 def tensor_names(path: Path) -> tuple[dict[str, str], dict[str, str]]:

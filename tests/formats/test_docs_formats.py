@@ -11,11 +11,29 @@ from typing import Any
 
 import pytest
 
+from accel.api.export import FORMATS
+
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("tensorflow.md", "formats.md")
+
+
+def test_every_route_has_an_example() -> None:
+    """Fails if a form that comes in, or a format that goes out, has no command on these pages, which are run below."""
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
+    exported = re.findall(r"^\$ accel export (\S+)(.*)$", text, flags=re.MULTILINE)
+    endings = {Path(source).suffix or "a SavedModel" for source, _ in exported} | {
+        "code" for source, _ in exported if ".py:" in source
+    }
+    assert {".keras", ".h5", ".pb", ".meta", ".tflite", ".onnx", "a SavedModel", "code"} <= endings
+    for name in FORMATS:
+        assert name == "onnx" or any(f"--to {name} " in words for _, words in exported), name
+    inspected = " ".join(re.findall(r"^\$ accel inspect (\S+)", text, flags=re.MULTILINE))
+    for source in ("model.keras", "frozen.pb", "model.tflite", "openvino_dir/", "ncnn_dir/", "torch_dir/", ".onnx"):
+        assert source in inspected, source
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["tensorflow.md", "formats.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_page(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     """Fails if a block of Python raises, or a command doesn't work as written."""
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,100 @@
+"""Graphs of other formats than ONNX, brought into the one shape that is priced and drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from accel.graph.cost import GraphCost, NodeCost, Shape
+from accel.signature import Signature, TensorSpec, numpy_dtype
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation under the format's own name. ``inputs``, ``outputs``: names of values and constants; ``shape``: of
+    its first output; ``product``: a matrix product or a convolution, whose FLOPs quantization is a share of."""
+
+    kind: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shape: Shape | None
+    flops: int | None
+    parameters: int = 0
+    product: bool = False
+    quantized: bool = False
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignGraph:
+    """Operations in the order they run in. ``inputs``, ``outputs``: specs by the name a value has in the graph.
+    ``constants``: dtype and shape of each weight. ``weight_bytes``: by dtype."""
+
+    operations: tuple[Operation, ...]
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    parameters: int = 0
+    constants: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
+    weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def cost(self, signature: Signature, sizes: Mapping[str, int]) -> GraphCost:
+        """What was counted, as of an ONNX graph."""
+        nodes = tuple(
+            NodeCost(
+                name=op.name,
+                operator=op.kind,
+                flops=op.flops,
+                shape=op.shape,
+                parameters=op.parameters,
+                product=op.product,
+                quantized=op.quantized,
+            )
+            for op in self.operations
+        )
+        unknown = [node for node in nodes if node.flops is None]
+        warnings = list(self.warnings)
+        if unknown:
+            warnings.append(f"{len(unknown)} operations aren't counted: no known shape, the first is {unknown[0].name}")
+        return GraphCost(
+            sizes=dict(sizes),
+            nodes=nodes,
+            parameters=self.parameters,
+            weight_bytes=dict(Counter(dict(self.weight_bytes)).most_common()),
+            warnings=tuple(warnings),
+            dynamic_dims=signature.dynamic_dims,
+        )
+
+    def drawn(self) -> onnx.ModelProto:
+        """The same nodes and edges as an ONNX message, which is what the page draws. It can't be run."""
+        from onnx import ModelProto, helper
+
+        model = ModelProto()
+        graph = model.graph
+        for specs, values in ((self.inputs, graph.input), (self.outputs, graph.output)):
+            for name, spec in specs.items():
+                values.append(helper.make_tensor_value_info(name, _element(spec.dtype), list(spec.shape)))
+        for name, (dtype, shape) in self.constants.items():
+            graph.initializer.add(name=name, dims=shape, data_type=_element(dtype))
+        for op in self.operations:
+            node = helper.make_node(op.kind, list(op.inputs), list(op.outputs), op.name)
+            node.attribute.extend(helper.make_attribute(name, text) for name, text in op.attributes.items())
+            graph.node.append(node)
+        return model
+
+
+def _element(dtype: str) -> int:
+    from onnx import TensorProto, helper
+
+    try:
+        return int(helper.np_dtype_to_tensor_dtype(np.dtype(numpy_dtype(dtype))))
+    except (KeyError, TypeError, ValueError):  # int4 and the like
+        return int(TensorProto.UNDEFINED)

@@ -1,0 +1,174 @@
+"""accel inspect of everything that is no ONNX file: what goes in and out, weights, FLOPs, warnings, and the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import BadSource, UnsupportedHere
+from accel.graph.ncnn_param import read_net
+from accel.graph.openvino_ir import read_ir
+
+# The small net of make_models.py: its convolution at one image, and its weights (a batch norm has four a channel).
+CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
+# Those of its kernels, which TFLite keeps whatever it folds.
+KERNELS = 108 + 20
+
+
+def looked_at(cli: Any, *words: Any) -> dict[str, Any]:
+    ran = cli("inspect", *words, "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [
+        ("sequential", "Conv2D"),
+        ("sequential.keras", "Conv2D"),
+        ("sequential.h5", "Conv2D"),
+        ("float.tflite", "CONV_2D"),
+        ("int8.tflite", "CONV_2D"),
+    ],
+)
+def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
+    """Fails if a form of one net has other weights, FLOPs or operators than it was built with, or int8 isn't seen."""
+    body = looked_at(cli, tensorflow_models / name)
+    graph = body["graph"]
+    assert body["signature"]["inputs"][0]["shape"] == ["batch", 8, 8, 3]
+    assert body["bytes"] > 1000
+    least = KERNELS if name.endswith("tflite") else WEIGHTS
+    assert least <= graph["parameters"] <= WEIGHTS
+    assert graph["operators"][operator] == 1
+    assert graph["flops_by_operator"]["Conv"] == CONV
+    assert graph["most_expensive"][0]["operator"] == "Conv"
+    assert graph["dynamic_dims"] == ["batch"]
+    assert graph["counted_as"] == "onnx"
+    assert (graph["quantized_share"] > 0.9) == (name == "int8.tflite")
+    assert graph["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"), [("frozen.pb", ["logits"]), ("checkpoint/model.meta", ["logits", "MatMul_2"])]
+)
+def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name: str, ends: list[str]) -> None:
+    """Fails if a bare graph isn't looked at between its placeholder and what is computed of it (not what saves and
+    restores), or not where it was told to."""
+    body = looked_at(cli, tensorflow_models / name)
+    assert [spec["name"] for spec in body["signature"]["inputs"]] == ["x"]
+    assert [spec["name"] for spec in body["signature"]["outputs"]] == ends
+    assert body["graph"]["parameters"] == 6 * 4 + 4 * 2
+    assert body["graph"]["flops"] >= 2 * (6 * 4 + 4 * 2)
+    body = looked_at(cli, tensorflow_models / name, "--inputs", "x", "--outputs", "Relu")
+    assert body["graph"]["parameters"] == 6 * 4
+
+
+def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
+    """Fails if a graph with dropout can't be looked at, or nobody says that it is random."""
+    graph = looked_at(cli, tensorflow_models / "dropout.pb")["graph"]
+    assert graph["parameters"] == 6 * 4 + 4 * 2
+    assert "RandomUniform" in graph["warnings"][0]
+    assert "--strip-training-ops" in graph["warnings"][0]
+    ran = cli("inspect", tensorflow_models / "noise.pb")
+    assert (ran.code, "random_normal" in ran.stderr) == (2, True)
+
+
+def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
+    """Fails if a model with an operator that ONNX has not shows nothing, counts FLOPs of nothing, or can be drawn."""
+    graph = looked_at(cli, tensorflow_models / "gelu_int8.tflite")["graph"]
+    assert graph["operators"]["GELU"] == 1
+    assert "flops" not in graph
+    assert "GELU" in graph["warnings"][0]
+    assert "warning: FLOPs aren't counted" in cli("inspect", tensorflow_models / "strings", "-q").stdout
+    ran = cli("inspect", tensorflow_models / "strings", "--graph", tensorflow_models / "g.html", "-q")
+    assert (ran.code, "can't be drawn" in ran.stderr) == (2, True)
+
+
+def test_one_signature_of_several(cli: Any, tensorflow_models: Path) -> None:
+    """Fails if --signature doesn't choose what is looked at."""
+    body = looked_at(cli, tensorflow_models / "two_signatures", "--signature", "square")
+    assert [spec["name"] for spec in body["signature"]["outputs"]] == ["squared"]
+
+
+@pytest.fixture(scope="module")
+def plain(digits: Artifact) -> dict[str, Any]:
+    return accel.inspect(digits, sizes={"batch": 3}).graph
+
+
+def products(graph: dict[str, Any]) -> int:
+    """FLOPs of convolutions and matrix products under any format's names."""
+    kinds = ("Conv", "Gemm", "MatMul", "InnerProduct")
+    return sum(n for name, n in graph["flops_by_operator"].items() if name.startswith(kinds))
+
+
+@pytest.mark.parametrize("to", ["openvino", "ncnn", "torch"])
+def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], tmp_path: Path, to: str) -> None:
+    """Fails if what the digits net became has other weights or FLOPs than its ONNX at a batch of three, can't be looked
+    at without its manifest, or is drawn without its ends."""
+    made = accel.export(digits.path, to=to, out=tmp_path / to)
+    graph = looked_at(cli, tmp_path / to, "--sizes", "batch=3", "--graph", tmp_path / "g.html")["graph"]
+    assert graph["parameters"] == plain["parameters"]
+    assert products(graph) == products(plain)
+    assert graph["sizes"] == {"batch": 3}
+    assert graph["quantized_share"] == 0
+    assert graph["warnings"] == []
+    page = (tmp_path / "g.html").read_text()
+    assert graph["most_expensive"][0]["name"] in page
+    if to == "torch":
+        return
+    read = read_ir if to == "openvino" else read_net
+    foreign = read(made.path, made.signature, {"batch": 1})
+    assert set(foreign.inputs) <= {name for op in foreign.operations for name in op.inputs}
+    assert set(foreign.outputs) <= {name for op in foreign.operations for name in op.outputs}
+    assert [spec.name for spec in foreign.outputs.values()] == ["logits"]
+    (tmp_path / "bare").mkdir()
+    for file in made.files:
+        shutil.copy(file, tmp_path / "bare")
+    bare = accel.inspect(tmp_path / "bare")
+    assert bare.graph["parameters"] == plain["parameters"]
+    if to == "openvino":
+        assert str(bare.artifact.signature.inputs[0]) == "image:float32[batch,1,8,8]"
+        assert bare.graph["flops"] > 0
+    else:  # nothing in the file says how large an image is
+        assert bare.artifact.signature.inputs[0].name == "in0"
+        assert any("which shapes go in" in line for line in bare.graph["warnings"])
+
+
+@pytest.mark.parametrize("name", ["m.param", "m.xml"])
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40, b"7767517\n1 1\nInput in0 x"])
+def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
+    """Fails if a file that is no net or IR ends in anything but one line that says so."""
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "m.bin").write_bytes(b"")
+    with pytest.raises(BadSource) as caught:
+        accel.inspect(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_is_not_drawn(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a page is promised of what has kernels and no graph."""
+    engine = Artifact(tmp_path / "model.engine", "engine", digits.signature)
+    with pytest.raises(UnsupportedHere, match="give the ONNX behind it"):
+        accel.inspect(engine, page=tmp_path / "g.html")
+
+
+def test_netron(cli: Any, digits: Artifact, tensorflow_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if netron isn't offered where it is installed, or is where it isn't."""
+    import importlib.util
+
+    from accel.cli import inspect as command
+
+    sources = (digits.path, tensorflow_models / "float.tflite")
+    for there in (None, importlib.util.find_spec("json")):
+        monkeypatch.setattr(command, "find_spec", lambda _, there=there: there)
+        for source in sources:
+            lines = [line for line in cli("inspect", source, "-q").stdout.splitlines() if "netron" in line]
+            assert len(lines) == (0 if there is None else 1)
+            assert all(f"netron {source}" in line for line in lines)
