@@ -171,3 +171,20 @@ def test_missing_headers_are_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["build"])
     assert result.exit_code == 2
     assert "--arch sm_90a, or --onnxruntime-include DIR" in result.output
+
+
+@pytest.mark.proof
+def test_what_has_no_operator_is_still_inlined(library: Path) -> None:
+    """A product with scales beside a plain one, both with bodies: registering the library must not hide a body."""
+    plain = FusedGemm(product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT)
+    scaled = FusedGemm(
+        product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT, col_scale=True
+    )
+    made = model([plain], bodies=True)
+    made.graph.node.append(helper.make_node(scaled.name, ["a", "nn", "bias", "bias"], [scaled.name], domain=DOMAIN))
+    made.graph.output.append(helper.make_tensor_value_info(scaled.name, TensorProto.FLOAT, None))
+    made.functions.append(scaled.function(20))
+    for with_it, without in zip(
+        session(made, options(library)).run(None, feeds()), session(made, options(None)).run(None, feeds()), strict=True
+    ):
+        np.testing.assert_allclose(with_it, without, rtol=0, atol=1e-5 * float(np.abs(without).max()))
