@@ -45,9 +45,16 @@ if TYPE_CHECKING:
     help="Optimization profile of an engine: input_ids=1x8,8x128,64x512. Repeat for each input.",
 )
 @click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
+@click.option(
+    "--engine",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of an engine's build: builder-level=0..5, workspace=2GB; of tensorrt also version-compatible=yes, "
+    "hardware=ampere-plus. Repeatable.",
+)
 @click.option("--kernels", is_flag=True, help="Fuse products with what follows them into accel's own operators.")
 @sizes_option
-@click.option("--threads", type=int, default=0, help="Threads to run with; by default all cores.")
+@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads to run with; by default all cores.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
 @source_options
 @click.option("--no-cache", is_flag=True, help="Run and measure everything again.")
@@ -65,6 +72,7 @@ def command(
     max_drop: float,
     profiles: tuple[str, ...],
     compute_capabilities: tuple[str, ...],
+    engine: tuple[str, ...],
     kernels: bool,
     sizes: str | None,
     threads: int,
@@ -94,6 +102,7 @@ def command(
         max_drop=max_drop,
         profiles=profiles,
         compute_capabilities=compute_capabilities,
+        engine=engine,
         kernels=kernels,
         sizes=read_sizes(sizes),
         threads=threads,

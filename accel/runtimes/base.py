@@ -24,11 +24,13 @@ class SessionOptions:
 
     ``threads``: 0 leaves the number to the runtime. ``precision``: what the runtime computes float32 in
     (``fp32``, or ``bf16`` where the machine has it). ``optimize_graph``: the runtime's own graph optimisations.
+    ``cuda_graph``: launch an engine's kernels as one CUDA graph.
     """
 
     threads: int = 0
     precision: str = "fp32"
     optimize_graph: bool = True
+    cuda_graph: bool = False
 
 
 @runtime_checkable
