@@ -125,7 +125,7 @@ class Manifest:
             text = path.read_bytes().decode("utf-8")
             body = json.loads(text)
             manifest = cls.from_json(body)
-        except (ValueError, KeyError, TypeError, AttributeError, BadInputSpec) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
         # The digest covers the values; comparing the text covers white space and escapes as well.
         if body.get("format") != FORMAT:
@@ -134,6 +134,9 @@ class Manifest:
             )
         if manifest.to_text() != text:
             raise broken
+        # The digest is no signature: whoever changes a manifest can make it right, and files are copied by these names.
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
+            raise ChainBroken(f"{path} names files outside its folder; refused: make the artifact again")
         return manifest
 
 
@@ -211,6 +214,8 @@ class Artifact:
         if not sidecar.is_file():
             raise InvalidModel(f"{path} has no {sidecar.name} beside it; make it with accel export or accel optimize")
         manifest = Manifest.read(sidecar)
+        if KINDS.get(path.suffix, manifest.kind) != manifest.kind:
+            raise ChainBroken(f"{sidecar} is of kind {manifest.kind}, {path.name} is not; make the artifact again")
         return cls(
             path=path,
             kind=manifest.kind,

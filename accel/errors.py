@@ -30,7 +30,20 @@ Each message is one sentence of what is wrong, with the fix: ``OpsetTooLow`` is 
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+# A full disk, a full quota, and the limit on the size of a file.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_space(error: BaseException | None) -> OSError | None:
+    """The full disk behind ``error``, which a library may have wrapped in errors of its own; None where it is none."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class AccelError(Exception):

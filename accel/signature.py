@@ -109,7 +109,7 @@ class DimRange:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.opt <= self.max:
-            raise BadInputSpec(f"a dim needs 1 <= min <= opt <= max, got {self.min}:{self.opt}:{self.max}")
+            raise BadInputSpec(f"a dim needs 1 <= min <= opt <= max, got {self.min}:{self.opt}:{self.max}; e.g. 1:8:64")
 
     @classmethod
     def parse(cls, text: str) -> DimRange:

@@ -14,7 +14,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.converters.onnx_names import rename_values
-from accel.errors import AccelError, ExportFailed
+from accel.errors import AccelError, ExportFailed, no_space
 from accel.progress import report
 from accel.sources.onnx_file import describe, one_line
 from accel.stage import StageConfig, check_contract
@@ -60,6 +60,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
         except AccelError as error:
             refused[rung] = str(error)
         except Exception as error:  # exporters raise whatever the part that failed raises
+            if full := no_space(error):
+                raise full from error
             refused[rung] = f"{type(error).__name__}: {_first_line(error)}"
         else:
             notes = {"rung": rung, "refused": refused, **made.notes}

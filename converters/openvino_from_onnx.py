@@ -100,7 +100,10 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
         ) from error
     guards = remove_softmax_guards(model)
     model.set_rt_info(json.dumps(names), list(RT_INFO))
-    ov.save_model(model, str(out), compress_to_fp16=False)
+    try:
+        ov.save_model(model, str(out), compress_to_fp16=False)
+    except RuntimeError as error:
+        raise CannotWrite(f"OpenVINO can't write {out.name} ({reason(error)}); free some space") from error
     return {"openvino": str(ov.__version__), "operations": len(model.get_ops()), "softmax_guards_removed": guards}
 
 

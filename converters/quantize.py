@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.cache import unfinished
 from accel.child import Child
-from accel.errors import AccelError, ChildCrashed, MissingExtra, StageFailed, UnknownName, UnsupportedHere
+from accel.errors import AccelError, CannotWrite, ChildCrashed, MissingExtra, StageFailed, UnknownName, UnsupportedHere
 from accel.progress import report
 from accel.signature import Signature
 from accel.stage import StageConfig
@@ -250,7 +250,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     except ChildCrashed as error:
         raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error
     except OSError as error:
-        raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); free some space") from error
+        raise CannotWrite(f"can't write the form {task.config.form} ({error}); free some space") from error
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:

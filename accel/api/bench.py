@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import KINDS, Artifact, manifest_path
 from accel.bench.blocks import Candidate
 from accel.bench.paired import measure
-from accel.bench.report import BenchReport
+from accel.bench.report import BenchReport, Sweep
 from accel.errors import BadData, BadSource, UnknownName, UsageError
+from accel.progress import report
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.sources import main_file, open_source
 from accel.sources.tensorflow_source import saved_model_file
@@ -19,6 +21,7 @@ from accel.verify.data import widened
 if TYPE_CHECKING:
     import numpy as np
 
+    from accel.signature import Signature
     from accel.sources.declare import Dims, Inputs
 
 # Batches of the user's data that are run in turn: enough to average over their contents.
@@ -41,6 +44,8 @@ def bench(
     block_seconds: float = 0.2,
     budget_seconds: float = 30.0,
     threads: int | None = None,
+    streams: int = 1,
+    cuda_graph: bool = False,
     seed: int = 0,
     inputs: Inputs | None = None,
     weights: Path | None = None,
@@ -52,7 +57,8 @@ def bench(
     runtime it was chosen with. ``also``: runtimes that PyTorch sources are run with besides eager (``torch-compile``).
     ``sizes``: of the dynamic dims (default: the most usual ones of ``against``). ``data``: .npz whose first batches are
     the inputs instead of random ones. ``threads``: the same for all; default: what each was found fastest
-    with, or every core this process may use.
+    with, or every core this process may use. ``streams``: runs of a candidate at once; then throughputs are compared.
+    ``cuda_graph``: launch the kernels of engines as CUDA graphs.
     ``inputs``, ``weights``, ``dims``: of the PyTorch sources, as in ``accel.export``. The rest: see
     ``accel.bench.paired.measure``.
 
@@ -62,6 +68,89 @@ def bench(
     >>> report = accel.benchmark(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                             # doctest: +SKIP
     """
+    ready = _candidates(candidates, against, also, cuda_graph, inputs, weights, dims)
+    samples = Path(data) if data else None
+    first = widened(ready[0].artifact, samples, dict(dims or {}))
+    return measure(
+        ready,
+        _feeds(first, sizes or {}, samples, seed),
+        rounds=rounds,
+        block_seconds=block_seconds,
+        budget_seconds=budget_seconds,
+        threads=threads,
+        streams=streams,
+        seed=seed,
+    )
+
+
+def sweep(
+    candidates: Sequence[Model],
+    *,
+    batches: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+    against: Model | None = None,
+    also: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    data: str | Path | None = None,
+    cuda_graph: bool = False,
+    seed: int = 0,
+    inputs: Inputs | None = None,
+    weights: Path | None = None,
+    dims: Dims | None = None,
+    **how: Any,
+) -> Sweep:
+    """``bench`` at every pair of ``batches`` and ``lengths``: a report for each, batches first.
+
+    The length is the one dynamic dim besides the batch. With ``data`` its samples are cut or repeated to each shape.
+    ``how``: ``rounds``, ``block_seconds``, ``budget_seconds``, ``threads``, ``streams``; the budget is for each shape.
+
+    >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
+    """
+    ready = _candidates(candidates, against, also, cuda_graph, inputs, weights, dims)
+    samples = Path(data) if data else None
+    first = widened(ready[0].artifact, samples, dict(dims or {}))
+    reports = []
+    for shape in _shapes(first.signature, batches, lengths, sizes or {}):
+        report(f"bench: {', '.join(f'{dim} {size}' for dim, size in shape.items())}")
+        if samples is None:
+            feeds = first.signature.example_inputs(seed=seed, **shape)
+        else:
+            from accel.verify.data import Dataset
+
+            feeds = Dataset.load(samples, first.signature).shaped(first.signature.sizes(**shape))
+        reports.append(measure(ready, feeds, seed=seed, **how))
+    return Sweep(reports=tuple(reports))
+
+
+def _shapes(
+    signature: Signature, batches: Sequence[int], lengths: Sequence[int], sizes: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """The sizes of the dynamic dims at each point of a sweep. ``UsageError`` where the model has no such dim."""
+    batch = signature.batch_dim
+    others = [dim for dim in signature.dims if dim != batch and dim not in sizes]
+    if batches and batch is None:
+        raise UsageError("the model has a fixed batch; leave out --batch")
+    if lengths and len(others) != 1:
+        has = f"has {', '.join(others)}" if others else "has none"
+        raise UsageError(f"--length is for a model with one dynamic dim besides the batch, this {has}; use --sizes")
+    axes = [(batch, batches), *([(others[0], lengths)] if lengths else [])]
+    asked = [[(dim, value) for value in values] for dim, values in axes if dim is not None and values]
+    found = [{**sizes, **dict(point)} for point in product(*asked)]
+    for shape in found:
+        signature.known(shape)
+    return found
+
+
+def _candidates(
+    candidates: Sequence[Model],
+    against: Model | None,
+    also: Sequence[str],
+    cuda_graph: bool,
+    inputs: Inputs | None,
+    weights: Path | None,
+    dims: Dims | None,
+) -> list[Candidate]:
+    """All that is to be timed, opened and named, the baseline first."""
     for runtime in also:
         if "torch" not in get_runtime(runtime).kinds:
             allowed = ", ".join(name for name, r in RUNTIMES.items() if "torch" in r.kinds)
@@ -76,25 +165,16 @@ def bench(
         for runtime in dict.fromkeys(runtimes):
             name = _name(artifact, runtime, {c.name for c in ready})
             opener = _OPENERS.get(artifact.kind, Candidate.opener)
-            ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, opener=opener))
+            options = {"cuda_graph": True} if cuda_graph else {}
+            ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, options=options, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
         raise UsageError(f"{also[0]} runs PyTorch sources and none was given; name one with --against")
-    samples = Path(data) if data else None
-    first = widened(ready[0].artifact, samples, dict(dims or {}))
-    return measure(
-        ready,
-        _feeds(first, sizes or {}, samples, seed),
-        rounds=rounds,
-        block_seconds=block_seconds,
-        budget_seconds=budget_seconds,
-        threads=threads,
-        seed=seed,
-    )
+    return ready
 
 
 def _expand(model: Model) -> list[Model]:
     """A folder without a main file stands for every artifact in it."""
-    if isinstance(model, Artifact) or not Path(model).is_dir() or main_file(Path(model)) is not None:
+    if isinstance(model, Artifact) or model == "" or not Path(model).is_dir() or main_file(Path(model)) is not None:
         return [model]
     files = sorted(p for p in Path(model).iterdir() if p.suffix in KINDS and manifest_path(p).is_file())
     return [*files] or [model]
@@ -105,8 +185,8 @@ _SOURCES = ("config.json", "final/config.json")
 
 
 def _open(model: Model, inputs: Inputs | None, weights: Path | None, dims: Dims | None) -> Artifact:
-    if isinstance(model, Artifact):
-        return model
+    if isinstance(model, Artifact) or model == "":
+        return open_source(model)
     path = Path(model)
     ready = path.suffix in KINDS or (path.is_dir() and main_file(path) is not None)
     known = any((path / name).is_file() for name in _SOURCES) or saved_model_file(path) is not None

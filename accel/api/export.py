@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import BadInputSpec, UnknownName, UnsupportedHere, UsageError
-from accel.sources import open_source
+from accel.sources import check_name, open_source
 from accel.stage import run_stage
 
 if TYPE_CHECKING:
@@ -227,6 +227,7 @@ def check_writable(out: Path) -> None:
     """Find out before any work is done that ``out`` can't be written. Raises ``OSError`` as the system gives it."""
     from tempfile import NamedTemporaryFile
 
+    check_name(out)
     if out.is_dir():
         raise IsADirectoryError(21, "is a folder", str(out))
     # The folder itself is made when there is something to put into it.

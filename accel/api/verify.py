@@ -61,6 +61,8 @@ def verify(
 
     Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit.
     """
+    if limit is not None and not limit >= 0:
+        raise UsageError(f"a limit of {limit:g} can't be; it is a relative error, e.g. 1e-3")
     from accel.verify.data import widened
     from accel.verify.gates import cast_feeds, gate_runtime
 

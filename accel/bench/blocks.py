@@ -6,11 +6,13 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
+from accel.bench.energy import EnergyCounter
 from accel.child import resolve
 from accel.errors import BadFeeds, MissingExtra
 from accel.runtimes.base import Session, default_runtime, get_runtime, open_session
@@ -24,6 +26,7 @@ MAX_ITERATIONS = 100_000
 # A pass is steady once the last few are not this much shorter than the few before them.
 _STILL_FALLING = 0.97
 _WINDOW = 3
+_PHASE_RUNS = 21
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Candidate:
 
     ``runtime`` and ``options`` (fields of ``SessionOptions``): as in ``open_session``; what isn't given is taken from
     the artifact's manifest. ``opener``: the import string of what makes the session from this candidate, for what accel
-    has no runtime for; the artifact then only says what goes in and out.
+    has no runtime for; the artifact then only says what goes in and out. ``streams``: so many sessions of it run at
+    once, in threads of one process, each with its share of the threads.
     """
 
     name: str
@@ -40,11 +44,12 @@ class Candidate:
     runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     opener: str = "accel.bench.blocks:open_candidate"
+    streams: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """``load_ms``: opening the session, the import of its library not included."""
+    """``load_ms``: opening the (first) session, the import of its library not included."""
 
     runtime: str
     signature: Signature
@@ -53,11 +58,29 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """``outputs`` by name, one set a feed; ``ms`` of the very first run; ``sizes`` of the dynamic dims of each feed."""
+    """``outputs`` by name, one set a feed; ``ms`` of the very first run; ``sizes`` of the dynamic dims of each feed;
+    ``batch``: samples in a feed."""
 
     outputs: list[dict[str, np.ndarray]]
     ms: float
     sizes: list[dict[str, int]]
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """``times``: int64[runs], nanoseconds of each. ``seconds``: from the first to the end of the last, which with
+    streams is less than their sum. ``joules``: of the machine meanwhile; None where it has no counter.
+    """
+
+    times: np.ndarray
+    seconds: float
+    joules: float | None = None
+
+    @property
+    def ms_a_run(self) -> float:
+        """The inverse of the throughput."""
+        return self.seconds * 1e3 / len(self.times)
 
 
 def open_candidate(candidate: Candidate) -> Session:
@@ -70,11 +93,13 @@ class BlockRunner:
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._session: Session | None = None
+        self._sessions: list[Session] = []
         self._feeds: list[dict[str, np.ndarray]] = []
+        self._pool = ThreadPoolExecutor(max_workers=candidate.streams)
+        self._energy = EnergyCounter.find()
 
     def open(self) -> Opened:
-        """Open the session. Raises what opening it raises."""
+        """Open its sessions. Raises what opening them raises."""
         candidate, runtime = self._candidate, self._candidate.runtime or ""
         if candidate.opener == Candidate.opener:
             found = get_runtime(runtime) if runtime else default_runtime(candidate.artifact)
@@ -85,9 +110,10 @@ class BlockRunner:
             importlib.import_module(found.session.partition(":")[0])
         opener = resolve(candidate.opener)
         start = time.perf_counter_ns()
-        self._session = opener(candidate)
+        self._sessions.append(opener(candidate))
         load_ms = (time.perf_counter_ns() - start) / 1e6
-        return Opened(runtime=runtime, signature=self._session.signature, load_ms=load_ms)
+        self._sessions += [opener(candidate) for _ in range(candidate.streams - 1)]
+        return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
         """Keep ``feeds``, in this session's dtypes, and run each once. ``BadFeeds`` where its inputs are others."""
@@ -109,42 +135,70 @@ class BlockRunner:
         outputs = [{name: value.copy() for name, value in first.items()}]
         for one in self._feeds[1:]:
             outputs.append({name: value.copy() for name, value in session.run(one).items()})
-        return FirstRun(outputs=outputs, ms=ms, sizes=sizes)
+        return FirstRun(outputs=outputs, ms=ms, sizes=sizes, batch=batch_of(session.signature, self._feeds[0]))
 
     def calibrate(self, limit_seconds: float) -> float:
         """How many seconds a pass over the feeds takes once warm."""
         times = warm_up(self._pass, limit_seconds=limit_seconds)
         return statistics.median(times[-_WINDOW:]) / 1e9
 
-    def block(self, passes: int, warm_up_seconds: float) -> np.ndarray:
-        """Time ``passes`` passes over the feeds, warmed up first: int64[passes * feeds], nanoseconds a run."""
+    def block(self, passes: int, warm_up_seconds: float) -> Block:
+        """Time ``passes`` passes over the feeds (in each stream), warmed up first."""
         import numpy as np
 
-        run, clock, feeds = self._opened.run, time.perf_counter_ns, self._feeds
         warm_up(self._pass, limit_seconds=warm_up_seconds)
-        times: list[int] = []
+        work = [feeds for _ in range(passes) for feeds in self._feeds] * len(self._sessions)
         collecting = gc.isenabled()
         gc.disable()  # a collection that falls into one candidate's run is no property of it
         try:
-            for _ in range(passes):
-                for one in feeds:
-                    start = clock()
-                    run(one)
-                    times.append(clock() - start)
+            before = self._energy.read() if self._energy else ()
+            begun = time.perf_counter_ns()
+            times = self._timed(work)
+            seconds = (time.perf_counter_ns() - begun) / 1e9
+            joules = self._energy.joules(before, self._energy.read()) if self._energy else None
         finally:
             if collecting:
                 gc.enable()
-        return np.array(times, dtype=np.int64)
+        return Block(times=np.array(times, dtype=np.int64), seconds=seconds, joules=joules)
+
+    def phases(self) -> dict[str, float] | None:
+        """Median milliseconds of the parts of a run, where the session can tell them apart (on a GPU)."""
+        measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._opened, "phases", None)
+        if measure is None:
+            return None
+        found = [measure(self._feeds[i % len(self._feeds)]) for i in range(_PHASE_RUNS)]
+        return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+    def _timed(self, work: Sequence[Feeds]) -> list[int]:
+        """Nanoseconds of each run of ``work``; with several sessions each takes the next one that is left."""
+        if len(self._sessions) == 1:
+            return run_all(self._opened, iter(work))
+        left = iter(work)  # next() of a list's iterator is atomic
+        return [ns for times in self._pool.map(lambda session: run_all(session, left), self._sessions) for ns in times]
 
     @property
     def _opened(self) -> Session:
-        assert self._session is not None, "open() comes first"
-        return self._session
+        assert self._sessions, "open() comes first"
+        return self._sessions[0]
 
     def _pass(self) -> None:
-        run = self._opened.run
-        for one in self._feeds:
-            run(one)
+        self._timed(self._feeds * len(self._sessions))
+
+
+def batch_of(signature: Signature, feeds: Feeds) -> int:
+    """Samples in ``feeds``: their size along the batch dim, or the one first dim that all inputs share, or 1."""
+    first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
+    return first.pop() if len(first) == 1 else 1
+
+
+def run_all(session: Session, work: Iterator[Feeds]) -> list[int]:
+    """Run what is left of ``work``; nanoseconds of each run."""
+    run, clock, times = session.run, time.perf_counter_ns, []
+    for feeds in work:
+        start = clock()
+        run(feeds)
+        times.append(clock() - start)
+    return times
 
 
 def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
@@ -154,13 +208,12 @@ def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
     return min(most, max(fewest, round(block_seconds / max(pass_seconds, 1e-9))))
 
 
-def warm_up(
-    run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] = time.perf_counter_ns
-) -> list[int]:
+def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] | None = None) -> list[int]:
     """Call ``run`` until it gets no faster, for at most about ``limit_seconds``; the time of each call in ns.
 
     A process that was just resumed has cold caches and sleeping threads, one that was just loaded also compiles.
     """
+    clock = clock or time.perf_counter_ns
     times: list[int] = []
     begun = clock()
     while True:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from accel.bench.energy import EnergyCounter
 from accel.stage import versions
 
 _PACKAGES = (
@@ -24,8 +25,8 @@ def available_cores() -> int:
 
 
 def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
-    """CPU, GPUs, memory, versions and threads, as recorded in every report; with ``date`` also when and how busy the
-    machine was. Nothing that names the machine."""
+    """CPU, GPUs, memory, energy counter, versions and threads, as recorded in every report; with ``date`` also when and
+    how busy the machine was. Nothing that names the machine."""
     model, features = _cpu()
     body: dict[str, Any] = {
         "cpu": model,
@@ -35,6 +36,7 @@ def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
         "memory_gb": _memory_gb(),
         "gpus": _gpus(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "energy": "RAPL" if EnergyCounter.find() else "not available",
         "versions": versions(_PACKAGES),
     }
     if date:

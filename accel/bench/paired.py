@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel.bench.blocks import Candidate, FirstRun, Opened, passes_for
+from accel.bench.blocks import Block, Candidate, FirstRun, Opened, passes_for
 from accel.bench.environment import available_cores, environment, peak_rss_mb
 from accel.bench.report import BenchReport, Row
 from accel.bench.statistics import MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarise
@@ -46,7 +46,7 @@ class Lane:
         self.opened: Opened | None = None
         self.pass_seconds = 0.0
         self.feeds = 1
-        self.rounds: list[np.ndarray] = []
+        self.rounds: list[Block] = []
         self.found: dict[str, Any] = {}  # fields of its row
         self.error: str | None = None
 
@@ -65,26 +65,44 @@ class Lane:
 
     def time_block(self, block_seconds: float) -> None:
         """Add one block to its rounds, while nothing else runs."""
-        passes = passes_for(block_seconds, self.pass_seconds, self.feeds)
+        passes = passes_for(block_seconds, self.pass_seconds, self.feeds * self.candidate.streams)
         self.child.resume()
-        times: np.ndarray = self.child.call(
+        block: Block = self.child.call(
             "block",
             passes=passes,
             warm_up_seconds=block_seconds / 2,
             timeout=max(_PATIENCE_SECONDS, _PATIENCE * passes * self.pass_seconds),
         )
         self.child.pause()
-        self.rounds.append(times)
+        self.rounds.append(block)
         # Where something else was running while it was calibrated, its blocks would stay too short.
-        self.pass_seconds = min(self.pass_seconds, float(times.sum()) / 1e9 / passes)
+        self.pass_seconds = min(self.pass_seconds, block.seconds / passes)
+
+    @property
+    def times(self) -> list[np.ndarray]:
+        """Nanoseconds of every run, an array a round."""
+        return [block.times for block in self.rounds]
+
+    def values(self) -> np.ndarray:
+        """float64[rounds], ms, smaller is better: the median run of each round, or with streams the time of the whole
+        round for each run in it, which is what the throughput is made of."""
+        import numpy as np
+
+        if self.candidate.streams == 1:
+            return round_medians(self.times)
+        return np.array([block.ms_a_run for block in self.rounds])
 
     def fail(self, error: BaseException) -> None:
         """It leaves the run with this reason; its process goes now, and its memory with it."""
         self.error = str(error)
         self.child.kill()
 
-    def measure_memory(self) -> None:
+    def look_inside(self) -> None:
+        """What is asked of a process once, when its timing is over."""
         self.found["peak_rss_mb"] = peak_rss_mb(self.child.pid)
+        self.child.resume()
+        self.found["phases_ms"] = self.child.call("phases")
+        self.child.pause()
 
 
 def measure(
@@ -96,6 +114,7 @@ def measure(
     block_seconds: float = 0.2,
     seed: int = 0,
     threads: int | None = None,
+    streams: int = 1,
     budget_seconds: float = 0.0,
     target_width: float = 0.05,
 ) -> BenchReport:
@@ -110,19 +129,28 @@ def measure(
     and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
     ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``threads``: for each
     candidate whose options don't say; default: what is recorded with it, else all cores this process may use.
+    ``streams``: so many sessions of each candidate run at once, each with its share of the threads; what is compared
+    then is the throughput.
 
     Raises what loading or running the baseline raises: without it there is nothing to compare with. ``UsageError`` for
     names that are not unique or too few rounds.
     """
     sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
-    index = _check(candidates, sets, baseline, rounds, block_seconds)
+    index = _check(candidates, sets, baseline, rounds, block_seconds, budget_seconds)
+    if streams < 1:
+        raise UsageError(f"{streams} streams can't run anything; use 1 or more")
     # The same number for all where one was asked for, else the one that an artifact was found fastest with.
-    own = [{} if threads else recorded_options(c.artifact) for c in candidates]
+    alike = bool(threads) or streams > 1
+    own = [{"streams": 1} if alike else recorded_options(c.artifact) for c in candidates]
     threads = threads or available_cores()
-    ready = [replace(c, options={"threads": threads, **o, **c.options}) for c, o in zip(candidates, own, strict=True)]
+    share = max(1, threads // streams)
+    ready = [
+        replace(c, options={"threads": share, **o, **c.options}, streams=streams)
+        for c, o in zip(candidates, own, strict=True)
+    ]
     machine = environment(threads)
     # OpenMP for what no session option reaches; no pool of compiler processes, which pausing would not reach.
-    env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": str(share), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
@@ -149,7 +177,7 @@ def measure(
         order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width)
         for lane in lanes:
             if lane.error is None:
-                lane.measure_memory()
+                lane.look_inside()
     by_name = {lane.name: lane for lane in lanes[:-1]}
     return _report(
         [by_name[c.name] for c in candidates], lanes[0], twin, reference, machine, seed, block_seconds, order
@@ -157,7 +185,12 @@ def measure(
 
 
 def _check(
-    candidates: Sequence[Candidate], feeds: Sequence[Feeds], baseline: int | str, rounds: int, block_seconds: float
+    candidates: Sequence[Candidate],
+    feeds: Sequence[Feeds],
+    baseline: int | str,
+    rounds: int,
+    block_seconds: float,
+    budget_seconds: float,
 ) -> int:
     """The index of the baseline."""
     names = [c.name for c in candidates]
@@ -170,6 +203,8 @@ def _check(
         raise UsageError(f"{rounds} rounds are too few to tell a difference from noise; use at least {MIN_ROUNDS}")
     if not block_seconds > 0:
         raise UsageError(f"a block can't take {block_seconds:g} s; use 0.1 to 1")
+    if not budget_seconds >= 0:
+        raise UsageError(f"a budget of {budget_seconds:g} s can't be; use 0 or more")
     if isinstance(baseline, str):
         if baseline not in names:
             raise UnknownName(f"no candidate is called {baseline!r}; the baseline is one of {', '.join(names)}")
@@ -232,9 +267,9 @@ def _run_rounds(
 
 
 def _all_narrow(lanes: Sequence[Lane], seed: int, target: float) -> bool:
-    base = baseline_of(round_medians(lanes[0].rounds), round_medians(lanes[-1].rounds), seed=seed)
+    base = baseline_of(lanes[0].values(), lanes[-1].values(), seed=seed)
     timed = [lane for lane in lanes[1:-1] if lane.error is None]
-    ratios = [speedup(base.medians, round_medians(lane.rounds), seed=seed) for lane in timed]
+    ratios = [speedup(base.medians, lane.values(), seed=seed) for lane in timed]
     return all(is_narrow(ratio, target) for ratio in (base.itself, *ratios))
 
 
@@ -248,15 +283,17 @@ def _report(
     block_seconds: float,
     order: Sequence[tuple[str, ...]],
 ) -> BenchReport:
-    both = baseline_of(round_medians(base.rounds), round_medians(twin.rounds), seed=seed)
+    both = baseline_of(base.values(), twin.values(), seed=seed)
     rows = []
+    batch = reference.batch
     for lane in lanes:
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
         # Both processes of the baseline are the baseline.
-        medians = both.medians if lane is base else round_medians(lane.rounds)
-        summary = summarise([*base.rounds, *twin.rounds] if lane is base else lane.rounds)
+        medians = both.medians if lane is base else lane.values()
+        blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
+        summary = summarise([block.times for block in blocks])
         ratio = speedup(both.medians, medians, seed=seed)
         rows.append(
             Row(
@@ -271,6 +308,8 @@ def _report(
                 speedup=ratio.value,
                 ci95=(ratio.low, ratio.high),
                 verdict="baseline" if lane is base else judge(ratio, both.floor),
+                samples_per_second=_throughput(blocks, batch),
+                joules_per_run=_joules_a_run(blocks),
                 **lane.found,
             )
         )
@@ -284,5 +323,16 @@ def _report(
         seed=seed,
         block_seconds=block_seconds,
         order=tuple(order),
-        samples={lane.name: tuple(lane.rounds) for lane in (*lanes, twin)},
+        streams=base.candidate.streams,
+        samples={lane.name: tuple(lane.times) for lane in (*lanes, twin)},
     )
+
+
+def _throughput(blocks: Sequence[Block], batch: int) -> float:
+    """Samples a second."""
+    return batch * sum(len(block.times) for block in blocks) / sum(block.seconds for block in blocks)
+
+
+def _joules_a_run(blocks: Sequence[Block]) -> float | None:
+    used = [block.joules for block in blocks if block.joules is not None]
+    return sum(used) / sum(len(block.times) for block in blocks) if len(used) == len(blocks) else None

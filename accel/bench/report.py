@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import beside
+from accel.bench import page
 from accel.bench.statistics import Ratio, Verdict
 
 if TYPE_CHECKING:
@@ -25,6 +24,9 @@ class Row:
     ``max_abs_diff``, ``max_rel_diff`` (||difference||₂ / ||reference||₂ of the worst output) and ``cosine`` (of the
     worst sample): its outputs against the baseline's. ``load_ms``: opening the session. ``first_run_ms``: the first run
     after that. ``peak_rss_mb``: the most memory its process ever held, in MiB, the library's own included.
+    ``samples_per_second``: the batch times the runs, over the time that the blocks took. ``joules_per_run``: of the CPU
+    packages; None where the machine has no counter that can be read. ``phases_ms``: on a GPU what of a run is
+    ``host_to_device``, ``compute`` and ``device_to_host``, by CUDA events.
     """
 
     name: str
@@ -45,6 +47,9 @@ class Row:
     load_ms: float | None = None
     first_run_ms: float | None = None
     peak_rss_mb: float | None = None
+    samples_per_second: float | None = None
+    joules_per_run: float | None = None
+    phases_ms: Mapping[str, float] | None = None
     error: str | None = None
 
 
@@ -52,6 +57,7 @@ class Row:
 class BenchReport:
     """``rows`` in the order the candidates were given. ``noise_floor``: the smallest effect that counts, as a fraction;
     ``twin``: the baseline against itself, where that comes from. ``order``: who was timed when, a list a round.
+    ``streams``: how many runs of a candidate went on at once; above 1 ``speedup`` is that of the throughput.
 
     ``samples``: nanoseconds of every run, by candidate an array a round; not part of the JSON.
     """
@@ -65,6 +71,7 @@ class BenchReport:
     seed: int
     block_seconds: float
     order: tuple[tuple[str, ...], ...]
+    streams: int = 1
     samples: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
     def row(self, name: str) -> Row:
@@ -75,9 +82,8 @@ class BenchReport:
         raise KeyError(name)
 
     def write(self, path: Path) -> None:
-        """The JSON as a file, written beside ``path`` and renamed."""
-        with beside(path) as temporary:
-            temporary.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        """The report as a file: JSON, Markdown or HTML, by the ending of ``path``."""
+        page.write(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; what is not finite is null."""
@@ -92,8 +98,23 @@ class BenchReport:
             "seed": self.seed,
             "block_seconds": self.block_seconds,
             "order": self.order,
+            "streams": self.streams,
         }
         return _plain(body)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The same candidates at several shapes: a report for each."""
+
+    reports: tuple[BenchReport, ...]
+
+    def write(self, path: Path) -> None:
+        """All of them as one file: JSON, Markdown or HTML, by the ending of ``path``."""
+        page.write(path, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return {"points": [report.to_json() for report in self.reports]}
 
 
 def _plain(value: Any) -> Any:
@@ -115,7 +136,7 @@ def table(report: BenchReport) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    at = ", ".join(f"{dim} {size}" for dim, size in report.sizes.items()) or "its fixed shape"
+    at = page.shape_of(report.to_json())
     threads = report.environment.get("threads")
     made = Table(
         title=f"{escape(at)}, {threads} threads, {report.environment.get('cpu', '')}",
@@ -124,11 +145,14 @@ def table(report: BenchReport) -> Table:
         caption_justify="left",
     )
     made.add_column("candidate", overflow="fold")
-    for column in ("median ms", "p90", "p99", "speed-up", "95% interval"):
+    for column in ("median ms", "p90", "p99", "samples/s", "speed-up", "95% interval"):
         made.add_column(column, justify="right", no_wrap=True)
     made.add_column("verdict", overflow="fold")
     for column in ("max abs diff", "load ms", "first run ms", "peak MiB"):
         made.add_column(column, justify="right", overflow="fold")
+    measured = any(row.joules_per_run is not None for row in report.rows)
+    if measured:
+        made.add_column("J a run", justify="right")
     for row in report.rows:
         if row.error is not None:
             verdict = f"[red]{escape(row.error)}[/red]"
@@ -138,20 +162,13 @@ def table(report: BenchReport) -> Table:
             verdict = row.verdict or ""
         made.add_row(
             escape(row.name),
-            *(_number(v) for v in (row.median_ms, row.p90_ms, row.p99_ms)),
+            *(page.number(v) for v in (row.median_ms, row.p90_ms, row.p99_ms, row.samples_per_second)),
             f"{row.speedup:.2f}x" if row.speedup is not None else "",
             f"{row.ci95[0]:.2f}..{row.ci95[1]:.2f}" if row.ci95 and row.verdict != "baseline" else "",
             verdict,
             f"{row.max_abs_diff:.2g}" if row.max_abs_diff is not None else "",
-            *(_number(v) for v in (row.load_ms, row.first_run_ms)),
+            *(page.number(v) for v in (row.load_ms, row.first_run_ms)),
             f"{row.peak_rss_mb:.0f}" if row.peak_rss_mb is not None else "",
+            *([page.number(row.joules_per_run)] if measured else []),
         )
     return made
-
-
-def _number(value: float | None) -> str:
-    """Three significant digits, never as a power of ten."""
-    if value is None:
-        return ""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:.{digits}f}"

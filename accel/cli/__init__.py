@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 import accel
-from accel.errors import AccelError
+from accel.errors import NO_SPACE, AccelError
 
 # name -> (module, one line). A command's module is imported when it runs: `accel --help` stays fast.
 COMMANDS = {
@@ -104,7 +104,7 @@ def _os_error(error: OSError) -> str:
     where = error.filename2 or error.filename or "a file"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to write {where}; choose another -o"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_SPACE:
         return f"no space left for {where}; free some, or point -o and ACCEL_CACHE_DIR to another disk"
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         return f"{where}: {error.strerror}; choose another -o"

@@ -15,13 +15,31 @@ if TYPE_CHECKING:
     from accel.cli import Output
 
 
+def read_numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """``1,8,32`` as numbers."""
+    parts = [part.strip() for part in (text or "").split(",")] if text is not None else []
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"can't read {text!r}; write numbers from 1 up, e.g. 1,8,32", param=option)
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
 @click.command("bench")
 @click.argument("candidates", nargs=-1, required=True)
 @click.option("--against", metavar="MODEL", help="What to compare with: a source or an artifact. Default: the first.")
 @click.option("--also", multiple=True, metavar="RUNTIME", help="Run the PyTorch sources with this too: torch-compile.")
 @click.option("--sizes", metavar="DIM=N,...", help="Sizes of the dynamic dims: batch=1,sequence=128.")
+@click.option("--batch", "batches", callback=read_numbers, metavar="N,...", help="Measure at each of these batches.")
+@click.option("--length", "lengths", callback=read_numbers, metavar="N,...", help="And at each of these lengths.")
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, instead of random inputs.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of every candidate. Default: all cores.")
+@click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Runs of a candidate at once, each with its share of the threads: throughputs are compared.",
+)
+@click.option("--cuda-graph", is_flag=True, help="Launch the kernels of engines as CUDA graphs.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Blocks of each candidate.")
 @click.option(
     "--block-seconds",
@@ -37,8 +55,18 @@ if TYPE_CHECKING:
     show_default=True,
     help="Go on for up to this long, and four times the rounds, while an interval is wide.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs and of the order.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the report there as JSON as well.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the inputs and of the order."
+)
+@click.option(
+    "-o",
+    "--out",
+    "--output",
+    "outs",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Write the report there as well: .json, .md or .html. Repeatable.",
+)
 @source_options
 @output_options
 def command(
@@ -46,13 +74,17 @@ def command(
     against: str | None,
     also: tuple[str, ...],
     sizes: str | None,
+    batches: tuple[int, ...],
+    lengths: tuple[int, ...],
     data: Path | None,
     threads: int | None,
+    streams: int,
+    cuda_graph: bool,
     rounds: int,
     block_seconds: float,
     budget_seconds: float,
     seed: int,
-    out: Path | None,
+    outs: tuple[Path, ...],
     inputs: tuple[str, ...],
     weights: Path | None,
     dims: tuple[str, ...],
@@ -61,37 +93,48 @@ def command(
     """Time CANDIDATES beside one another, and compare their outputs before.
 
     A candidate is an artifact, the folder it is in, an ONNX file or a PyTorch source. Each runs in a process of its
-    own, all others paused; "faster" and "slower" mean beyond the noise that was measured in the same run. Exit code 1
-    where no candidate could be compared.
+    own, all others paused; "faster" and "slower" mean beyond the noise that was measured in the same run. With --batch
+    and --length all of it is done at each shape. Exit code 1 where no candidate could be compared.
     """
-    from accel.api.bench import bench
+    from accel.api.bench import bench, sweep
     from accel.api.export import check_writable
-    from accel.bench.report import table
+    from accel.bench.page import check_ending
+    from accel.bench.report import BenchReport, Sweep, table
 
-    if out is not None:
+    for out in outs:
         check_writable(out)
-    report = bench(
-        candidates,
-        against=against,
-        also=also,
-        sizes=read_sizes(sizes),
-        data=data,
-        rounds=rounds,
-        block_seconds=block_seconds,
-        budget_seconds=budget_seconds,
-        threads=threads,
-        seed=seed,
-        inputs=inputs or None,
-        weights=weights,
-        dims=read_dims(dims),
-    )
-    if out is not None:
-        report.write(out)
+        check_ending(out)
+    options: dict[str, Any] = {
+        "against": against,
+        "also": also,
+        "sizes": read_sizes(sizes),
+        "data": data,
+        "rounds": rounds,
+        "block_seconds": block_seconds,
+        "budget_seconds": budget_seconds,
+        "threads": threads,
+        "streams": streams,
+        "cuda_graph": cuda_graph,
+        "seed": seed,
+        "inputs": inputs or None,
+        "weights": weights,
+        "dims": read_dims(dims),
+    }
+    found: BenchReport | Sweep
+    if batches or lengths:
+        found = sweep(candidates, batches=batches, lengths=lengths, **options)
+    else:
+        found = bench(candidates, **options)
+    for out in outs:
+        found.write(out)
+    reports = found.reports if isinstance(found, Sweep) else (found,)
 
     def human() -> Any:
-        return table(report)
+        from rich.console import Group
 
-    say.result(report.to_json(), human)
-    compared = [row for row in report.rows if row.name != report.baseline]
+        return Group(*(table(report) for report in reports))
+
+    say.result(found.to_json(), human)
+    compared = [row for report in reports for row in report.rows if row.name != report.baseline]
     if compared and all(row.error for row in compared):
         sys.exit(1)

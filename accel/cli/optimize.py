@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     help="Optimization profile of an engine: input_ids=1x8,8x128,64x512. Repeat for each input.",
 )
 @click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
+@click.option(
+    "--engine",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of an engine's build: builder-level=0..5, workspace=2GB; of tensorrt also version-compatible=yes, "
+    "hardware=ampere-plus. Repeatable.",
+)
 @click.option("--kernels", is_flag=True, help="Fuse products with what follows them into accel's own operators.")
 @sizes_option
 @click.option(
@@ -66,7 +73,12 @@ if TYPE_CHECKING:
     metavar="[NAME=]N,...|FILE|data",
     help="A mix of lengths to measure on: 8,16,128, a file of whole numbers, or data for those of the samples.",
 )
-@click.option("--threads", type=int, default=0, help="Threads to run with; by default all cores, or fewer if faster.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Threads to run with; by default all cores, or fewer if faster.",
+)
 @click.option("--fixed-session", is_flag=True, help="Try no other threads, streams, graph levels or spinning.")
 @click.option("--budget-seconds", type=float, help="How long it may take in all: the likeliest candidates first.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
@@ -86,6 +98,7 @@ def command(
     max_drop: float,
     profiles: tuple[str, ...],
     compute_capabilities: tuple[str, ...],
+    engine: tuple[str, ...],
     kernels: bool,
     sizes: str | None,
     objective: str,
@@ -120,6 +133,7 @@ def command(
         max_drop=max_drop,
         profiles=profiles,
         compute_capabilities=compute_capabilities,
+        engine=engine,
         kernels=kernels,
         sizes=read_sizes(sizes),
         objective=objective,

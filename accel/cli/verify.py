@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("candidate")
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
 @click.option("--limit", type=float, help="Largest relative error of any output; by default what the precision allows.")
-@click.option("--samples", type=int, default=64, show_default=True, help="Samples of the data to compare on.")
+@click.option("--samples", type=click.IntRange(min=1), default=64, show_default=True, help="Samples to compare on.")
 @dim_option
 @output_options
 def command(

@@ -127,7 +127,7 @@ class Judge:
             value = float(self.metric(joined, self._arrays()))
         except UsageError:  # it says itself what has to change
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise raised(f"the metric {self.metric_name}", error) from error
         if not math.isfinite(value):
             raise UsageError(f"the metric {self.metric_name} returned {value}; it has to return a finite number")

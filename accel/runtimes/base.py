@@ -30,6 +30,7 @@ class SessionOptions:
     (``fp32``, or ``bf16`` where the machine has it). ``streams``: how many runs may be under way at once, sharing the
     threads. ``graph_level``: which of its own graph optimisations ONNX Runtime makes, one of ``GRAPH_LEVELS``.
     ``spinning``: whether ONNX Runtime's idle threads wait busily: faster for one model alone, slower for neighbours.
+    ``cuda_graph``: launch an engine's kernels as one CUDA graph.
     """
 
     threads: int = 0
@@ -37,6 +38,7 @@ class SessionOptions:
     streams: int = 1
     graph_level: str = "all"
     spinning: bool = True
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.threads < 0:

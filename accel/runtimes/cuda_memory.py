@@ -39,6 +39,22 @@ class Cuda(Protocol):
 
     def wait(self, stream: int) -> None: ...
 
+    def create_event(self) -> int: ...
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def elapsed_ms(self, start: int, end: int) -> float: ...
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def begin_capture(self, stream: int) -> None: ...
+
+    def end_capture(self, stream: int) -> int: ...
+
+    def launch(self, graph: int, stream: int) -> None: ...
+
+    def destroy_graph(self, graph: int) -> None: ...
+
 
 class CudaRuntime:
     """The CUDA runtime on the current device. ``UnsupportedHere`` where there is no GPU or the driver is too old."""
@@ -50,7 +66,10 @@ class CudaRuntime:
             raise MissingExtra("cuda-bindings", extra) from error
         self._cuda: Any = runtime
         self._kinds: Any = runtime.cudaMemcpyKind
+        # The objects own nothing, but the calls want them back.
         self._streams: dict[int, Any] = {}
+        self._events: dict[int, Any] = {}
+        self._graphs: dict[int, Any] = {}
         status, count = runtime.cudaGetDeviceCount()
         if status != runtime.cudaError_t.cudaSuccess or not count:
             reason = self._text(status) if status != runtime.cudaError_t.cudaSuccess else "no device"
@@ -92,7 +111,7 @@ class CudaRuntime:
 
     def create_stream(self) -> int:
         (stream,) = self._call(self._cuda.cudaStreamCreateWithFlags(self._cuda.cudaStreamNonBlocking))
-        self._streams[int(stream)] = stream  # the object owns nothing, but the calls want it back
+        self._streams[int(stream)] = stream
         return int(stream)
 
     def destroy_stream(self, stream: int) -> None:
@@ -100,6 +119,40 @@ class CudaRuntime:
 
     def wait(self, stream: int) -> None:
         self._call(self._cuda.cudaStreamSynchronize(self._streams[stream]))
+
+    def create_event(self) -> int:
+        (event,) = self._call(self._cuda.cudaEventCreate())
+        self._events[int(event)] = event
+        return int(event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._call(self._cuda.cudaEventRecord(self._events[event], self._streams[stream]))
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        """Between two recorded events, the second of which has happened."""
+        (ms,) = self._call(self._cuda.cudaEventElapsedTime(self._events[start], self._events[end]))
+        return float(ms)
+
+    def destroy_event(self, event: int) -> None:
+        self._call(self._cuda.cudaEventDestroy(self._events.pop(event)))
+
+    def begin_capture(self, stream: int) -> None:
+        mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call(self._cuda.cudaStreamBeginCapture(self._streams[stream], mode))
+
+    def end_capture(self, stream: int) -> int:
+        """What was put on ``stream`` since ``begin_capture``, ready to be launched."""
+        (graph,) = self._call(self._cuda.cudaStreamEndCapture(self._streams[stream]))
+        (ready,) = self._call(self._cuda.cudaGraphInstantiate(graph, 0))
+        self._call(self._cuda.cudaGraphDestroy(graph))
+        self._graphs[int(ready)] = ready
+        return int(ready)
+
+    def launch(self, graph: int, stream: int) -> None:
+        self._call(self._cuda.cudaGraphLaunch(self._graphs[graph], self._streams[stream]))
+
+    def destroy_graph(self, graph: int) -> None:
+        self._call(self._cuda.cudaGraphExecDestroy(self._graphs.pop(graph)))
 
     def _call(self, answer: tuple[Any, ...], size: int | None = None) -> tuple[Any, ...]:
         status, *values = answer
@@ -153,6 +206,11 @@ class DeviceMemory:
         address = int(allocate(room))
         kept[name] = (address, room)
         return address
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """Where each tensor lies on the device."""
+        return tuple((name, address) for name, (address, _) in sorted(self._device.items()))
 
     @property
     def size(self) -> int:

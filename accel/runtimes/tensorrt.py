@@ -14,7 +14,9 @@ import numpy as np
 from accel.artifact import Artifact
 from accel.errors import AccelError, BadFeeds, InvalidModel, UnsupportedHere
 from accel.runtimes.base import BaseSession, SessionOptions
+from accel.runtimes.cuda_graph import CudaGraph
 from accel.runtimes.cuda_memory import CudaRuntime, DeviceMemory
+from accel.runtimes.engine_options import engine_option_words
 from accel.runtimes.tensorrt_toolkit import Log, engine_problem, load_toolkit, make_logger
 from accel.signature import DimRange, Feeds, Signature, numpy_dtype
 
@@ -48,6 +50,8 @@ class TensorRTSession(BaseSession):
         self._log = Log()
         self._logger = make_logger(self._trt, self._log)
         self._runtime = self._trt.Runtime(self._logger)
+        if artifact.properties.get("version_compatible"):
+            self._runtime.engine_host_code_allowed = True  # such an engine brings its own small runtime along
         self._engine = self._deserialized(artifact.path)
         self._context = self._engine.create_execution_context()
         if self._context is None:
@@ -55,6 +59,7 @@ class TensorRTSession(BaseSession):
         self._cuda: Cuda = cuda
         self._stream = cuda.create_stream()
         self._memory = DeviceMemory(cuda)
+        self._graph = CudaGraph(cuda, self._stream) if options.cuda_graph else None
         self._inputs = [spec.name for spec in artifact.signature.inputs]
         self._outputs = {spec.name: numpy_dtype(spec.dtype) for spec in artifact.signature.outputs}
         self._on_host = {
@@ -69,18 +74,49 @@ class TensorRTSession(BaseSession):
         self.artifact = replace(artifact, signature=ranged(artifact.signature, self._profiles))
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        return self._run_marked(feeds, lambda: None)
+
+    def phases(self, feeds: Feeds) -> dict[str, float]:
+        """Milliseconds that one run's parts take on the GPU, by CUDA events: ``host_to_device``, ``compute``,
+        ``device_to_host``. What the CPU does before, between and after them is in none."""
+        self.signature.check_feeds(feeds)
+        events = [self._cuda.create_event() for _ in range(4)]
+        left = iter(events)
+        try:
+            self._run_marked(feeds, lambda: self._cuda.record(next(left), self._stream))
+            pairs = zip(("host_to_device", "compute", "device_to_host"), events, events[1:], strict=False)
+            return {name: self._cuda.elapsed_ms(start, end) for name, start, end in pairs}
+        finally:
+            for event in events:
+                self._cuda.destroy_event(event)
+
+    def _run_marked(self, feeds: Feeds, mark: Callable[[], None]) -> dict[str, np.ndarray]:
+        """Run; ``mark`` is called before the inputs, before the kernels, before and after the outputs."""
         if self._context is None:
             raise EngineFailed(f"the session of {self.artifact.path} is closed; load it again")
         self._log.errors.clear()
         shapes = {name: tuple(feeds[name].shape) for name in self._inputs}
         self._choose(shapes)
+        mark()
         for name in self._inputs:
             self._send(name, feeds[name])
         known = self._place_outputs()
-        if not self._context.execute_async_v3(self._stream):
+        mark()
+        if not self._enqueue(known):
             raise EngineFailed(f"{self.artifact.path} failed on the GPU: {self._reason()}")
+        mark()
         self._cuda.wait(self._stream)  # sizes that depend on the data are known only now
-        return self._receive(known)
+        return self._receive(known, mark)
+
+    def _enqueue(self, known: Mapping[str, Shape]) -> bool:
+        """Put the kernels on the stream: as a CUDA graph where one is asked for and all sizes are known before."""
+
+        def enqueue() -> bool:
+            return bool(self._context.execute_async_v3(self._stream))
+
+        if self._graph is None or len(known) < len(self._outputs):
+            return enqueue()
+        return self._graph.run((self._profile, tuple(self._shapes.items()), self._memory.addresses), enqueue)
 
     def _choose(self, shapes: dict[str, Shape]) -> None:
         """Make the profile and the input shapes those of this run."""
@@ -130,7 +166,7 @@ class TensorRTSession(BaseSession):
             self._allocators[name] = make_output_allocator(self._trt, self._memory.device)
         return self._allocators[name]
 
-    def _receive(self, known: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+    def _receive(self, known: Mapping[str, Shape], mark: Callable[[], None]) -> dict[str, np.ndarray]:
         """All outputs as arrays of their own: the next run overwrites the buffers."""
         results = {}
         for name, dtype in self._outputs.items():
@@ -141,6 +177,7 @@ class TensorRTSession(BaseSession):
                 self._cuda.to_host(
                     self._memory.host_address(name, size), self._memory.device(name, size), size, self._stream
                 )
+        mark()
         self._cuda.wait(self._stream)
         for name, value in results.items():
             value.reshape(-1).view(np.uint8)[...] = self._memory.host(name, value.nbytes)
@@ -163,6 +200,8 @@ class TensorRTSession(BaseSession):
         if self._context is None:
             return
         self._cuda.wait(self._stream)
+        if self._graph is not None:
+            self._graph.close()
         self._context = self._engine = self._runtime = None  # in this order: each uses the next
         self._allocators.clear()
         self._memory.close()
@@ -253,18 +292,26 @@ def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
 
 def check_fit(artifact: Artifact, version: str, capability: str) -> None:
     """``UnsupportedHere`` where the sidecar says that the engine is for another toolkit version or another GPU."""
-    built = artifact.properties.get("toolkit_version")
-    if built is not None and built != version:
+    properties = artifact.properties
+    built = properties.get("toolkit_version")
+    later = built is not None and properties.get("version_compatible") and _numbers(version) >= _numbers(built)
+    if built is not None and built != version and not later:
         raise UnsupportedHere(
             f"{artifact.path} was built by {artifact.properties.get('toolkit')} {built}, here is {version}; build it "
             f"again with: {rebuild(artifact)}"
         )
     capabilities = artifact.properties.get("compute_capabilities") or [capability]
+    if properties.get("hardware") == "ampere-plus" and _numbers(capability) >= (8, 0):
+        return
     if capability not in capabilities:
         raise UnsupportedHere(
             f"{artifact.path} was built for compute capability {', '.join(capabilities)}, this GPU has {capability}; "
             f"build it again with: {rebuild(artifact, capability)}"
         )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdecimal())
 
 
 def check_bytes(artifact: Artifact) -> None:
@@ -287,4 +334,5 @@ def rebuild(artifact: Artifact, capability: str | None = None) -> str:
             words += ["--profile", f"{name}={','.join('x'.join(map(str, shape)) for shape in ends)}"]
     for found in [capability] if capability else properties.get("compute_capabilities", ()):
         words += ["--compute-capability", found]
+    words += engine_option_words(dict(properties))
     return " ".join([*words, "-o", str(artifact.path.parent)])

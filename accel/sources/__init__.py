@@ -33,10 +33,18 @@ def main_file(folder: Path) -> Path | None:
     """The main file of the artifact in ``folder``: the one accel optimize says it chose, else the first there is."""
     try:
         chosen = json.loads((folder / REPORT).read_text(encoding="utf-8"))["chosen"]["file"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         chosen = None
     names = [chosen] if chosen in MAIN_FILES else []
     return next((folder / name for name in (*names, *MAIN_FILES) if (folder / name).is_file()), None)
+
+
+def check_name(path: Path) -> None:
+    """``BadSource`` for a name that is no UTF-8: no runtime opens it, and no manifest can hold it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise BadSource(f"{str(path)!a} is no UTF-8; rename the file or the folder") from None
 
 
 def open_source(
@@ -59,6 +67,9 @@ def open_source(
     if isinstance(spec, Artifact):
         return spec
     path, text = Path(spec), str(spec)
+    if spec == "":
+        raise BadSource("no model is named; give a path, file.py:factory or package.module:factory")
+    check_name(path)
     ranges: Mapping[str, DimRange] = parse_dims(dims or {})
     if path.is_dir():
         path = main_file(path) or path

@@ -177,6 +177,8 @@ def open_onnx(
     Runtime in a child process first (once for each content): a hostile file can end that process, not this one.
     """
     signature, properties = describe(path)
+    if not signature.outputs:
+        raise InvalidModel(f"{path} has no outputs; export it again")
     files = (path, *(path.with_name(name) for name in external_files(read_proto(path))))
     for file in files[1:]:
         if not file.is_file():
@@ -228,7 +230,7 @@ def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
             if isinstance(mine, str) and isinstance(theirs, int):
                 fits = fits and dims.setdefault(mine, DimRange(theirs, theirs, theirs)).opt == theirs
         if not fits:
-            raise BadInputSpec(f"--input {said} doesn't fit the model, which takes {own}")
+            raise BadInputSpec(f"--input {said} doesn't fit the model, which takes {own}; change values or sizes only")
         specs.append(replace(own, values=said.values or own.values))
     return replace(signature, inputs=tuple(specs)).with_dims(dims)
 

@@ -43,7 +43,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.path.insert(0, folder)  # so that the file can import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise raised(f"importing {path}", error) from error
     finally:
@@ -73,14 +73,15 @@ def _import_module(name: str, spec: str) -> ModuleType:
         raise BadSource(
             f"{spec!r} is no module name; give a path, file.py:factory or package.module:factory"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise raised(f"importing {name}", error) from error
 
 
-def raised(what: str, error: Exception) -> BadSource:
-    """What the user's own code raised, in one line with the place."""
+def raised(what: str, error: Exception | SystemExit) -> BadSource:
+    """What the user's own code raised, in one line with the place. (What ends the process is no way to end a call.)"""
     frame = traceback.extract_tb(error.__traceback__)[-1]
+    file, line = frame.filename, frame.lineno
+    if isinstance(error, SyntaxError) and error.filename:  # it has not run: the last frame is the import's own
+        file, line = error.filename, error.lineno
     reason = " ".join(str(error).split())[:200]
-    return BadSource(
-        f"{what} raised {type(error).__name__}: {reason} ({Path(frame.filename).name} line {frame.lineno})"
-    )
+    return BadSource(f"{what} raised {type(error).__name__}: {reason} ({Path(file).name} line {line}); mend it there")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, canonical_json, file_sha256, text_sha256
-from accel.errors import BadInputSpec, BadSource, InvalidModel, UsageError
+from accel.errors import BadInputSpec, BadSource, ChildCrashed, InvalidModel, UsageError
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.declare import Dims, Inputs, parse_dims, parse_inputs
 from accel.sources.tensorflow_process import in_tensorflow
@@ -134,7 +134,11 @@ def open_tensorflow(
         strip=strip_training_ops,
     )
     given = parse_inputs(inputs) if inputs else ()
-    found: Mapping[str, Any] = in_tensorflow("accel.sources.tensorflow_model:describe", spec=spec, inputs=given)
+    try:
+        found: Mapping[str, Any] = in_tensorflow("accel.sources.tensorflow_model:describe", spec=spec, inputs=given)
+    except ChildCrashed as error:
+        reason = str(error).partition("): ")[0].rpartition("(")[2].rstrip(")")
+        raise InvalidModel(f"{text} ends TensorFlow's process ({reason}); save it again") from error
     ranges: dict[str, DimRange] = parse_dims(dims or {})
     bare = Signature(found["inputs"])
     if unknown := [d for d in ranges if d not in bare.dims]:

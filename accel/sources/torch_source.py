@@ -20,6 +20,7 @@ from accel.sources.checkpoint import Checkpoint, detect
 from accel.sources.declare import Declaration, Dims, Inputs, parse_dims, parse_inputs
 from accel.sources.python_object import load_object, raised
 from accel.sources.torch_call import discover_outputs, flatten, script_parameters
+from accel.sources.unpickle import refuse_bomb
 from accel.sources.weights import load_weights
 
 # Modules that were opened in this process, by the source's sha256: building one twice costs seconds.
@@ -220,7 +221,7 @@ def call_factory(factory: Callable[[], Any], spec: str) -> Any:
         return factory()
     except AccelError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise raised(spec, error) from error
 
 
@@ -311,6 +312,7 @@ def _check_file(path: Path) -> None:
         raise BadSource(f"{path} does not exist; check the path")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; save it again")
+    refuse_bomb(path)
 
 
 def _reason(error: BaseException) -> str:

@@ -113,6 +113,8 @@ DICTS = (
 _RECORDS: dict[str, type[Record]] = {
     name: type(name.rpartition(".")[2], (Record,), {"name": name, "__module__": __name__}) for name in RECORDS
 }
+# How many times its size an archive may unpack to. Other tools do compress weights, to a half or so.
+_MOST_UNPACKED = 16
 _PLAIN = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, tuple, set, complex)}
 _GLOBALS: dict[str, Any] = {
     **_RECORDS,
@@ -144,6 +146,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
         raise BadSource(f"{path} does not exist; check --weights")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; save the weights again")
+    refuse_bomb(path)
     try:
         with warnings.catch_warnings(), _listed():
             warnings.simplefilter("ignore")  # what torch warns of here is refused below
@@ -153,6 +156,17 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
         _refuse(path, error, fix)
     except Exception as error:  # torch raises nearly anything on bytes that are not its own
         raise InvalidModel(f"{path} is no PyTorch file or is truncated; save the weights again") from error
+
+
+def refuse_bomb(path: Path) -> None:
+    """``InvalidModel`` where an archive unpacks to far more than it is: torch stores what it saves as it is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return  # for whoever reads it to say
+    if size > _MOST_UNPACKED * path.stat().st_size:
+        raise InvalidModel(f"{path} unpacks to {size / 1e6:.0f} MB, which torch never writes; refused: save it again")
 
 
 def _refuse(path: Path, error: Exception, fix: str) -> NoReturn:

@@ -119,11 +119,11 @@ def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) ->
 
     signature = artifact.signature
     seen: dict[str, list[int]] = {}
-    for file in sorted(data.glob("*.npz")) if data.is_dir() else [data]:
+    for file in filter(Path.is_file, sorted(data.glob("*.npz")) if data.is_dir() else [data]):  # no pipe: it would wait
         try:
             with np.load(file, allow_pickle=False) as archive:
                 shapes = {s.name: _shape(archive, s.name) for s in signature.inputs if s.name in archive.files}
-        except (ValueError, OSError, EOFError, AttributeError, KeyError, zipfile.BadZipFile, MemoryError):
+        except (ValueError, OSError, EOFError, AttributeError, KeyError, TypeError, zipfile.BadZipFile, MemoryError):
             continue
         for spec in signature.inputs:
             shape = shapes.get(spec.name, ())
@@ -158,12 +158,12 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     import numpy as np
 
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise BadData(
-                    f"{file} is a single array; save one array per input with numpy.savez({file.stem}, x=...)"
-                )
-            arrays = {name: archive[name] for name in archive.files}
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise BadData(f"{file} is a single array; save one array per input with numpy.savez({file.stem}, x=...)")
+        with archive:
+            # What has no header of an array comes back as bytes.
+            arrays = {name: np.asarray(archive[name]) for name in archive.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         reason = " ".join(str(error).split())[:120]
         raise BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez") from error
@@ -189,10 +189,12 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
 
     spec = signature.input(name)
     if value.ndim != len(spec.shape) or value.ndim == 0:
-        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}")
+        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it like that")
     for axis, (dim, size) in enumerate(zip(spec.shape, value.shape, strict=True)):
         if axis and isinstance(dim, int) and dim != size:
-            raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}")
+            raise BadData(
+                f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it in that shape"
+            )
         if axis and isinstance(dim, str) and not signature.dims[dim].min <= size <= signature.dims[dim].max:
             bounds = signature.dims[dim]
             raise BadData(

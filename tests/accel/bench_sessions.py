@@ -65,6 +65,40 @@ def on_thread_time(candidate: Candidate) -> Scripted:
     return Scripted(candidate)
 
 
+class Clock:
+    """A clock that only the simulated sessions of this process move."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class Simulated(Scripted):
+    """``y = 2 x``, each run of which takes about ``ms`` on a clock of its own: noise of a fixed ``seed``, a spike now
+    and then, nothing of this machine's."""
+
+    def __init__(self, candidate: Candidate, clock: Clock) -> None:
+        super().__init__(candidate)
+        self.clock = clock
+        self.random = np.random.default_rng(self.script.get("seed", 0))
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        factor = float(np.exp(abs(self.random.normal(0, 0.02))))
+        if self.random.uniform() < 0.03:
+            factor *= 1 + float(self.random.pareto(1.5))
+        self.clock.now += int(self.script["ms"] * 1e6 * factor)
+        return {"y": feeds["x"] * 2}
+
+
+def simulated(candidate: Candidate) -> Simulated:
+    """Timed by a clock that doesn't run by itself: the same figures on every machine, however busy."""
+    clock = Clock()
+    blocks.time.perf_counter_ns = clock
+    return Simulated(candidate, clock)
+
+
 class Delayed:
     """A real session, each run of which takes ``share`` longer."""
 
@@ -118,3 +152,30 @@ def _log_running_siblings(log: Path) -> None:
         if int(its_parent) == parent and is_child:
             with log.open("a") as stream:
                 stream.write(f"{state}\n")
+
+
+class Meeting(BaseSession):
+    """A run ends when all sessions of this process are in one; on their own they wait in vain. Writes its threads."""
+
+    barrier: threading.Barrier | None = None
+    open_sessions = 0
+
+    def __init__(self, candidate: Candidate) -> None:
+        super().__init__(candidate.artifact, SessionOptions())
+        with Path(candidate.options["log"]).open("a") as stream:
+            stream.write(f"{candidate.options['threads']}\n")
+        Meeting.open_sessions += 1
+        Meeting.barrier = threading.Barrier(Meeting.open_sessions)
+        self.met = 0
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.met += 1
+        if self.met > 1 or threading.current_thread() is not threading.main_thread():
+            assert Meeting.barrier is not None
+            Meeting.barrier.wait(60)
+            time.sleep(0.001)
+        return {"y": feeds["x"]}
+
+
+def meeting(candidate: Candidate) -> Meeting:
+    return Meeting(candidate)

@@ -41,6 +41,12 @@ class FakeCuda:
         self.host: dict[int, Any] = {}
         self.streams: set[int] = set()
         self.allocations = 0
+        self.clock = 0
+        self.events: dict[int, int | None] = {}
+        self.destroyed = 0
+        self.capturing = False
+        self.captured = self.launched = 0
+        self.graphs: dict[int, FakeContext] = {}
 
     def capability(self) -> str:
         return "8.6"
@@ -83,6 +89,41 @@ class FakeCuda:
 
     def wait(self, stream: int) -> None:
         assert stream in self.streams
+
+    def create_event(self) -> int:
+        self.events[len(self.events)] = None
+        return len(self.events) - 1
+
+    def record(self, event: int, stream: int) -> None:
+        self.clock += 10 ** len([e for e in self.events.values() if e is not None])
+        self.events[event] = self.clock
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        first, last = self.events[start], self.events[end]
+        assert first is not None
+        assert last is not None
+        return float(last - first)
+
+    def destroy_event(self, event: int) -> None:
+        self.destroyed += 1
+
+    def begin_capture(self, stream: int) -> None:
+        assert not self.capturing
+        self.capturing = True
+
+    def end_capture(self, stream: int) -> int:
+        assert self.capturing
+        self.capturing = False
+        self.captured += 1
+        self.graphs[self.captured] = FakeToolkit.Runtime.engines[-1].contexts[-1]
+        return self.captured
+
+    def launch(self, graph: int, stream: int) -> None:
+        self.launched += 1
+        assert self.graphs[graph].execute_async_v3(stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        del self.graphs[graph]
 
 
 def array_at(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
@@ -130,6 +171,8 @@ class FakeContext:
             return False
         x = array_at(self.addresses["x"], self.shapes["x"], "float32")
         array_at(self.addresses["y"], self.shapes["x"], "float32")[...] = x * 2
+        if "where" not in self.allocators:
+            return True
         found = np.stack(np.nonzero(x > 0)).astype(np.int64)
         address = self.allocators["where"].reallocate_output_async("where", 0, found.nbytes, 256, 7)
         array_at(address, found.shape, "int64")[...] = found
@@ -246,6 +289,60 @@ def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda
     assert cuda.live == {}
     assert cuda.host == {}
     assert cuda.streams == set()
+
+
+def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if an event is recorded at another place (the fake clock takes 10, 100 and 1000 between them), or kept."""
+    with TensorRTSession(artifact, SessionOptions()) as session:
+        found = session.phases(feeds(2, 3))
+    assert found == {"host_to_device": 10.0, "compute": 100.0, "device_to_host": 1000.0}
+    assert cuda.destroyed == 4
+
+
+def fixed(artifact: Artifact) -> Artifact:
+    """Without the output whose size depends on the data."""
+    signature = Signature(SIGNATURE.inputs, SIGNATURE.outputs[:1])
+    manifest = artifact.manifest
+    assert manifest is not None
+    return replace(artifact, signature=signature, manifest=replace(manifest, signature=signature))
+
+
+def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if a graph of other shapes or buffers is launched, the first run of a shape is captured, a graph outlives
+    the session, or the outputs are not those of this run."""
+    shapes = [(2, 3), (2, 3), (2, 3), (4, 8), (4, 8), (2, 3)]
+    with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
+        counts = []
+        for seed, shape in enumerate(shapes):
+            given_feeds = feeds(*shape, seed)
+            np.testing.assert_array_equal(session.run(given_feeds)["y"], given_feeds["x"] * 2)
+            counts.append((cuda.captured, cuda.launched))
+    assert counts == [(0, 0), (1, 1), (1, 2), (1, 2), (2, 3), (2, 3)]
+    assert cuda.graphs == {}
+    assert cuda.live == {}
+
+
+def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if a graph is captured while TensorRT asks for memory: that can't be replayed."""
+    with TensorRTSession(artifact, SessionOptions(cuda_graph=True)) as session:
+        for seed in range(3):
+            given_feeds = feeds(2, 3, seed)
+            expected = np.stack(np.nonzero(given_feeds["x"] > 0))
+            np.testing.assert_array_equal(session.run(given_feeds)["where"], expected)
+    assert cuda.captured == 0
+
+
+def test_a_capture_that_fails_ends(artifact: Artifact, cuda: FakeCuda) -> None:
+    """Fails if the stream stays in capture mode, or a graph of nothing is launched later."""
+    with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
+        session.run(feeds(2, 3))
+        context = FakeToolkit.Runtime.engines[-1].contexts[-1]
+        context.fails = True
+        with pytest.raises(EngineFailed, match="out of resources"):
+            session.run(feeds(2, 3))
+        assert not cuda.capturing
+        context.fails = False
+        np.testing.assert_array_equal(session.run(feeds(2, 3))["y"], feeds(2, 3)["x"] * 2)
 
 
 def test_strided_inputs_are_copied_right(artifact: Artifact, cuda: FakeCuda) -> None:
@@ -462,3 +559,14 @@ def test_the_real_toolkit_has_what_the_session_calls() -> None:
     assert allocator.reallocate_output_async("y", 0, 16, 256, 0) == 4112
     allocator.notify_shape("y", trt.Dims([2, 3]))
     assert allocator.shapes == {"y": (2, 3)}
+
+
+def test_a_compatible_engine_fits_later_versions_and_newer_gpus(artifact: Artifact) -> None:
+    """Fails if an engine that was built to be compatible is refused, or runs on an older version or GPU than it may."""
+    both = {"version_compatible": True, "hardware": "ampere-plus"}
+    compatible = replace(artifact, properties={**artifact.properties, **both})
+    for version, capability in (("1.7.1", "12.0"), ("1.8.0", "8.0"), ("1.10.0", "8.6")):
+        check_fit(compatible, version, capability)
+    for version, capability in (("1.7.0", "8.6"), ("1.6.9", "8.6"), ("1.7.1", "7.5")):
+        with pytest.raises(UnsupportedHere, match="--engine version-compatible=yes --engine hardware=ampere-plus"):
+            check_fit(compatible, version, capability)

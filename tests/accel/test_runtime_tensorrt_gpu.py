@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import accel
 from accel.artifact import Artifact
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig
 from accel.errors import AccelError, BadFeeds
@@ -106,3 +107,28 @@ def test_an_engine_for_8_0_on_a_hopper_gpu(minilm: Artifact, tmp_path: Path) -> 
         found, wanted = session.run(given_feeds), reference.run(given_feeds)
         for name, value in wanted.items():
             assert np.linalg.norm(found[name] - value) / np.linalg.norm(value) < 5e-3
+
+
+def test_phases_and_a_cuda_graph(build: Build, minilm: Artifact) -> None:
+    """Fails if a replayed graph computes something else than plain launches at any shape, or CUDA events give no time
+    for a part of the run."""
+    made = build(minilm.path)
+    with open_session(made) as plain, open_session(made, options={"cuda_graph": True}) as graph:
+        for sizes in made.signature.cases():
+            given_feeds = plain.example_inputs(**sizes)
+            wanted = plain.run(given_feeds)
+            for _ in range(3):  # plain, captured, replayed
+                for name, value in graph.run(given_feeds).items():
+                    np.testing.assert_array_equal(value, wanted[name])
+        found = plain.phases(given_feeds)
+        assert set(found) == {"host_to_device", "compute", "device_to_host"}
+        assert all(ms > 0 for ms in found.values())
+
+
+def test_bench_tells_the_phases_apart(build: Build, minilm: Artifact) -> None:
+    """Fails if the parts of a run on the GPU aren't in the report, or make more than the whole of it."""
+    made = build(minilm.path)
+    for cuda_graph in (False, True):
+        row = accel.benchmark([made], rounds=5, block_seconds=0.05, budget_seconds=0, cuda_graph=cuda_graph).rows[0]
+        assert row.phases_ms is not None
+        assert sum(row.phases_ms.values()) < 1.5 * row.median_ms

@@ -1,0 +1,206 @@
+"""Sweeps over shapes, streams, energy, and the report as JSON, Markdown and HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from accel.artifact import Artifact
+from accel.bench import page
+from accel.bench.blocks import Block
+from accel.bench.energy import EnergyCounter
+from accel.bench.paired import Candidate, measure
+from accel.bench.report import Row
+from accel.errors import UsageError
+from accel.signature import Signature, TensorSpec
+
+QUICK = ("--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "-q")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def save(path: Path, *shape: str | int) -> Path:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """``y = relu(x)``, x float32[batch, length]."""
+    return save(tmp_path / "m.onnx", "batch", "length")
+
+
+def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    """Fails if a shape is left out, measured at other sizes than it says, or the files don't hold all of them."""
+    outs = [tmp_path / f"r{ending}" for ending in page.ENDINGS]
+    words = [w for out in outs for w in ("-o", out)]
+    ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", *QUICK, "--json", *words)
+    assert ran.code == 0, ran.stderr
+    points = json.loads(ran.stdout)["points"]
+    assert [p["sizes"] for p in points] == [{"batch": b, "length": n} for b in (1, 3) for n in (8, 16)]
+    assert all(p["results"][0]["iterations"] > 0 for p in points)
+    assert json.loads(outs[0].read_text()) == json.loads(ran.stdout)
+    for out in outs[1:]:
+        text = out.read_text()
+        assert all(f"batch {b}, length {n}" in text for b in (1, 3) for n in (8, 16))
+
+
+def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    """Fails if the user's values aren't what is run, or lengths that the data doesn't have are refused."""
+    np.savez(tmp_path / "d.npz", x=np.full((4, 8), 7, np.float32))
+    words = ["--data", tmp_path / "d.npz", "--batch", "2", "--length", "4,16"]
+    ran = cli("bench", model, *words, *QUICK, "--json")
+    assert ran.code == 0, ran.stderr
+    assert [p["sizes"] for p in json.loads(ran.stdout)["points"]] == [
+        {"batch": 2, "length": 4},
+        {"batch": 2, "length": 16},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "says"),
+    [
+        ((2, "length"), ("--batch", "1"), "fixed batch"),
+        (("batch", 4), ("--length", "8"), "has none; use --sizes"),
+        (("batch", "height", "width"), ("--length", "8"), "has height, width; use --sizes"),
+        (("batch", "length"), ("--batch", "1,,2"), "write numbers from 1 up"),
+        (("batch", "length"), ("--batch", "0"), "write numbers from 1 up"),
+        (("batch", "length"), ("--length", "-8"), "write numbers from 1 up"),
+        (("batch", "length"), ("-o", "report.pdf"), ".json, .md or .html"),
+        (("batch", "length"), ("-o", "report"), ".json, .md or .html"),
+        (("batch", "length"), ("--streams", "0"), "x>=1"),
+    ],
+)
+def test_what_makes_no_sense(
+    cli: Callable[..., Any], tmp_path: Path, shape: tuple[str | int, ...], words: tuple[str, ...], says: str
+) -> None:
+    """Fails if it is only found out after something was timed, or the message doesn't say what to change."""
+    path = save(tmp_path / "m.onnx", *shape)
+    ran = cli("bench", path, *words, *QUICK)
+    assert ran.code == 2
+    assert says in ran.stderr
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
+    """Fails if streams take turns (each run waits here until all of them are in one), or each has all the threads."""
+    log = tmp_path / "threads"
+    signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
+    artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
+    candidate = Candidate("m", artifact, options={"log": str(log)}, opener="bench_sessions:meeting")
+    feeds = {"x": np.ones(3, np.float32)}
+    report = measure([candidate], feeds, rounds=5, block_seconds=0.002, threads=6, streams=3)
+    row = report.rows[0]
+    assert report.streams == 3
+    assert set(log.read_text().split()) == {"2"}
+    assert row.iterations % 3 == 0
+    # Three runs go on at once: a sample's share of the time is less than what its run takes.
+    assert row.samples_per_second > 1.5 * 3 * 1000 / row.mean_ms
+    with pytest.raises(UsageError, match="1 or more"):
+        measure([candidate], feeds, streams=0)
+
+
+def test_throughput_is_of_the_time_that_passed() -> None:
+    """Fails if the throughput of several streams is made of the latencies of their runs."""
+    block = Block(times=np.full(10, 4_000_000), seconds=0.02)
+    assert block.ms_a_run == pytest.approx(2.0)
+
+
+def test_energy_is_the_packages_and_wraps(tmp_path: Path) -> None:
+    """Fails if a part of a package is counted twice, the counter's wrap gives a negative number, or a machine whose
+    counter can't be read stops the benchmark."""
+    assert EnergyCounter.find(tmp_path) is None
+    for name, value in (("intel-rapl:0", 900), ("intel-rapl:1", 5), ("intel-rapl:0:0", 70), ("intel-rapl", 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{value}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("999\n")
+    (tmp_path / "intel-rapl:2").mkdir()  # nothing in it can be read
+    counter = EnergyCounter.find(tmp_path)
+    assert counter is not None
+    before = counter.read()
+    assert before == (900, 5)
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("100\n")
+    assert counter.joules(before, counter.read()) == pytest.approx(200e-6)
+
+
+def body(**row: Any) -> dict[str, Any]:
+    empty = dict.fromkeys(f.name for f in fields(Row))
+    base = {**empty, "name": "base", "median_ms": 1234.5, "speedup": 1.0, "ci95": [1.0, 1.0], "verdict": "baseline"}
+    machine = {"cpu": "<b>cpu", "threads": 2, "memory_gb": 4.0, "gpus": [], "system": "Linux", "versions": {"a": "1"}}
+    machine |= {"energy": "not available", "date": "2026-01-01", "load_average": 0.1}
+    return {
+        "results": [base, {**empty, **row}],
+        "baseline": "base",
+        "noise_floor": 0.02,
+        "sizes": {"batch": 1},
+        "environment": machine,
+        "seed": 0,
+        "streams": 1,
+    }
+
+
+def test_columns_without_values_are_left_out() -> None:
+    """Fails if an empty column is shown, or one that somebody has a value for is not."""
+    titles = page.cells(body(name="other", error="crashed"))[0]
+    assert "J a run" not in titles
+    assert "median ms" in titles
+    phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
+    rows = page.cells(body(name="other", joules_per_run=0.75, phases_ms=phases, verdict="faster"))
+    assert dict(zip(rows[0], rows[2], strict=True))["J a run"] == "0.750"
+    assert dict(zip(rows[0], rows[2], strict=True))["to device / compute / to host ms"] == "0.500 / 2.00 / 0.250"
+
+
+class Tags(HTMLParser):
+    """Every tag that was opened, and its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_offline_and_names_are_text(tmp_path: Path) -> None:
+    """Fails if a name becomes markup, or anything is loaded from elsewhere."""
+    name = "<script>alert(1)</script> | x\ny"
+    point = body(name=name, median_ms=1.0, speedup=2.0, ci95=[1.5, 2.5], verdict="faster")
+    page.write(tmp_path / "p.html", point)
+    tags = Tags()
+    tags.feed((tmp_path / "p.html").read_text())
+    names = [tag for tag, _ in tags.seen]
+    assert "script" not in names
+    assert "b" not in names
+    assert not [a for _, attrs in tags.seen for a in attrs if a in ("src", "href")]
+    assert name in tags.text
+    assert names.count("circle") == 2
+    page.write(tmp_path / "p.md", point)
+    table = [line for line in (tmp_path / "p.md").read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 4
+    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+
+
+def test_the_axis_holds_all_intervals() -> None:
+    """Fails if a bar leaves the plot, or faster isn't to the right."""
+    found = page.bars(body(name="other", speedup=4.0, ci95=[3.0, 5.0], verdict="faster"))
+    assert all(0 <= bar[key] <= page.WIDTH for bar in found for key in ("low", "value", "high", "one"))
+    assert found[1]["low"] < found[1]["value"] < found[1]["high"]
+    assert found[0]["value"] == found[0]["one"] < found[1]["low"]

@@ -1,0 +1,275 @@
+"""Files that are damaged, lie, or mean harm, made from whole ones.
+
+``make(good, here)`` writes into the folder ``here``; ``good`` is a folder of whole files, made once (see
+``test_hostile_files.py``).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+Make = Callable[[Path, Path], None]
+
+# What code in a pickle would leave behind if it ran.
+MARK = "the-code-has-run"
+
+
+def small(**changes: Any) -> onnx.ModelProto:
+    """``y = x @ w``, x float32[batch, 4]; ``changes``: opset, ir, nodes, inputs, outputs, weights."""
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        changes.get("nodes", [helper.make_node("MatMul", ["x", "w"], ["y"])]),
+        "small",
+        changes.get("inputs", [value("x", TensorProto.FLOAT, ["batch", 4])]),
+        changes.get("outputs", [value("y", TensorProto.FLOAT, ["batch", 4])]),
+        changes.get("weights", [numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]),
+    )
+    opsets = changes.get("opsets", [helper.make_opsetid("", changes.get("opset", 17))])
+    return helper.make_model(graph, opset_imports=opsets, ir_version=changes.get("ir", 8))
+
+
+def chain(length: int) -> onnx.ModelProto:
+    """``length`` nodes in a row: parsers that recurse overflow their stack."""
+    nodes = [helper.make_node("Relu", [f"t{i}" if i else "x"], [f"t{i + 1}"]) for i in range(length)]
+    nodes[-1].output[0] = "y"
+    return small(nodes=nodes)
+
+
+def deep_graph(depth: int) -> bytes:
+    """A graph in a node in a graph in a node, written by hand: protobuf itself wouldn't."""
+
+    def field(number: int, payload: bytes) -> bytes:
+        size, length = len(payload), b""
+        while size > 127:
+            length, size = length + bytes([size & 127 | 128]), size >> 7
+        return bytes([number << 3 | 2]) + length + bytes([size]) + payload
+
+    body = b""
+    for _ in range(depth):
+        body = field(1, field(5, field(6, body)))  # GraphProto.node, NodeProto.attribute, AttributeProto.g
+    return b"\x08\x08" + field(7, body)
+
+
+def onnx_file(**changes: Any) -> Make:
+    """``m.onnx`` as ``small`` makes it."""
+    return lambda _, here: onnx.save(small(**changes), here / "m.onnx") and None
+
+
+def model_file(make: Callable[[], onnx.ModelProto]) -> Make:
+    def write(_: Path, here: Path) -> None:
+        (here / "m.onnx").write_bytes(make().SerializeToString())
+
+    return write
+
+
+def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
+    """Weights outside the file: ``size`` bytes in ``w.data``, and what the model says of them."""
+
+    def write(_: Path, here: Path) -> None:
+        model = small(weights=[])
+        tensor = model.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[4, 4])
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in {"location": location.format(d=here), **entries}.items():
+            tensor.external_data.add(key=key, value=value)
+        (here / "m.onnx").write_bytes(model.SerializeToString())
+        (here / "w.data").write_bytes(np.eye(4, dtype=np.float32).tobytes()[:size])
+
+    return write
+
+
+def external_link(_: Path, here: Path) -> None:
+    """The file with the weights is a link to one outside the folder."""
+    outside = here / "elsewhere"
+    outside.mkdir()
+    folder = here / "model"
+    folder.mkdir()
+    external()(here, folder)
+    shutil.move(folder / "w.data", outside / "secret")
+    (folder / "w.data").symlink_to(outside / "secret")
+
+
+def recursive_function() -> onnx.ModelProto:
+    """A local function that calls itself."""
+    node = helper.make_node("Again", ["a"], ["b"], domain="own")
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    model = small(nodes=[helper.make_node("Again", ["x"], ["y"], domain="own")], opsets=opsets)
+    model.functions.append(helper.make_function("own", "Again", ["a"], ["b"], [node], opsets))
+    return model
+
+
+def wrong_dims(dims: list[int], data: bytes = b"") -> onnx.ModelProto:
+    """A weight that says it has other dims than its data has numbers."""
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, raw_data=data)
+    return small(weights=[weight])
+
+
+def truncated(name: str, share: float = 0.5, *, to: str | None = None) -> Make:
+    """The first ``share`` of a whole file."""
+
+    def write(good: Path, here: Path) -> None:
+        data = (good / name).read_bytes()
+        (here / (to or Path(name).name)).write_bytes(data[: int(len(data) * share)])
+
+    return write
+
+
+def flipped(name: str, seed: int, *, bits: int = 40) -> Make:
+    """A whole file with some bits turned around, most of them in its first half: where the headers are."""
+
+    def write(good: Path, here: Path) -> None:
+        data = bytearray((good / name).read_bytes())
+        rng = np.random.default_rng(seed)
+        for place in (rng.beta(1, 3, bits) * len(data)).astype(int):
+            data[place] ^= 1 << int(rng.integers(8))
+        (here / Path(name).name).write_bytes(bytes(data))
+
+    return write
+
+
+def raw(name: str, data: bytes) -> Make:
+    return lambda _, here: (here / name).write_bytes(data) and None
+
+
+def also(*makes: Make) -> Make:
+    def write(good: Path, here: Path) -> None:
+        for make in makes:
+            make(good, here)
+
+    return write
+
+
+def copied(*names: str) -> Make:
+    """Whole files, or folders of them."""
+
+    def write(good: Path, here: Path) -> None:
+        for name in names:
+            if (good / name).is_dir():
+                shutil.copytree(good / name, here / Path(name).name)
+            else:
+                shutil.copyfile(good / name, here / Path(name).name)
+
+    return write
+
+
+def zip_file(name: str, entries: dict[str, bytes]) -> Make:
+    def write(_: Path, here: Path) -> None:
+        with zipfile.ZipFile(here / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            for entry, data in entries.items():
+                archive.writestr(entry, data)
+
+    return write
+
+
+def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
+    """An archive of less than a megabyte whose one entry unpacks to ``megabytes``."""
+
+    def write(_: Path, here: Path) -> None:
+        block = bytes(1 << 20)
+        with zipfile.ZipFile(here / name, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.writestr("archive/version", "3\n")
+            with archive.open(entry, "w", force_zip64=True) as stream:
+                for _ in range(megabytes):
+                    stream.write(block)
+
+    return write
+
+
+class _Harm:
+    """Pickled, it writes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def harmful_pickle(here: Path) -> bytes:
+    return pickle.dumps({"weight": _Harm(here / MARK)})
+
+
+def pickled(name: str, *, inside: str = "") -> Make:
+    """A pickle that holds code, bare or as the entry ``inside`` of an archive."""
+
+    def write(_: Path, here: Path) -> None:
+        if not inside:
+            (here / name).write_bytes(harmful_pickle(here))
+            return
+        with zipfile.ZipFile(here / name, "w") as archive:
+            folder = inside.partition("/")[0]
+            archive.writestr(inside, harmful_pickle(here))
+            archive.writestr(f"{folder}/version", "3\n")
+            archive.writestr(f"{folder}/byteorder", "little")
+
+    return write
+
+
+def poisoned(name: str) -> Make:
+    """A whole archive of torch's in which every pickle, and everything that may be read as one, is one with code."""
+
+    def write(good: Path, here: Path) -> None:
+        harm = harmful_pickle(here)
+        with zipfile.ZipFile(good / name) as source, zipfile.ZipFile(here / name, "w") as archive:
+            for entry in source.namelist():
+                bad = entry.endswith((".pkl", ".pt")) or "sample_inputs" in entry or "constants" in entry
+                archive.writestr(entry, harm if bad else source.read(entry))
+
+    return write
+
+
+def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> Make:
+    """``w.safetensors`` with this header (bytes, or what becomes JSON), which may lie about its length."""
+    body = header if isinstance(header, bytes) else json.dumps(header).encode()
+    said = len(body) if length is None else length
+    return raw("w.safetensors", struct.pack("<Q", said) + body + data)
+
+
+def npy(shape: str, dtype: str = "'<f4'", data: bytes = bytes(16)) -> bytes:
+    """An array file whose header says this."""
+    header = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
+def npz(entries: dict[str, bytes]) -> Make:
+    return zip_file("bad.npz", entries)
+
+
+def arrays(**values: np.ndarray) -> Make:
+    def write(_: Path, here: Path) -> None:
+        stream = io.BytesIO()
+        np.savez(stream, **values)  # type: ignore[arg-type]
+        (here / "bad.npz").write_bytes(stream.getvalue())
+
+    return write
+
+
+def sidecar(change: Callable[[dict[str, Any]], None], *, name: str = "m.onnx") -> Make:
+    """A whole artifact whose manifest was changed by somebody who then made its digest right."""
+
+    def write(good: Path, here: Path) -> None:
+        from accel.artifact import canonical_json, text_sha256
+
+        files = [p for p in good.iterdir() if p.name.startswith(Path(name).stem + ".")]
+        copied(*(p.name for p in files))(good, here)
+        path = here / f"{name}.manifest.json"
+        body = json.loads(path.read_text())
+        del body["digest"]
+        change(body)
+        body["digest"] = text_sha256(canonical_json(body))
+        path.write_text(json.dumps(body, indent=2) + "\n")
+
+    return write
