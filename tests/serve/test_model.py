@@ -99,6 +99,7 @@ class Held:
     """A server that answers when it is told to, in any order."""
 
     def __init__(self, decoupled: bool) -> None:
+        self.tracing = None
         self.decoupled = decoupled
         self.replies: dict[str, Any] = {}
         self.taken = threading.Semaphore(0)
