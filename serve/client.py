@@ -288,10 +288,13 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             for name, values in body.items():
                 yield name, np.asarray(values)
             return
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here: numpy leaves a file open that it can't read.
+        with path.open("rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise BadData(f"{path} is a single array; save one for each input with numpy.savez")
-            for name in archive.files:
-                yield name, archive[name]
+            with archive:
+                for name in archive.files:
+                    yield name, archive[name]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise BadData(f"can't read {path} ({' '.join(str(error).split())[:120]}); give .npz or .json") from None

@@ -140,8 +140,9 @@ def measure(
     if streams < 1:
         raise UsageError(f"{streams} streams can't run anything; use 1 or more")
     # The same number for all where one was asked for, else the one that an artifact was found fastest with.
-    alike = bool(threads) or streams > 1
-    own = [{"streams": 1} if alike else recorded_options(c.artifact) for c in candidates]
+    own = [{} if threads else recorded_options(c.artifact) for c in candidates]
+    if streams > 1:
+        own = [{"streams": 1}] * len(candidates)  # the sessions are the streams
     threads = threads or available_cores()
     share = max(1, threads // streams)
     ready = [

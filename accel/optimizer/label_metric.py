@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from accel.artifact import file_sha256
 from accel.errors import BadData, UnknownName, UsageError
+from accel.verify.data import open_npz
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,19 +86,12 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
         raise UnknownName(f"unknown label metric {kind!r}; use one of {', '.join(KINDS)} or another top<K>")
     if not path.is_file():
         raise BadData(f"{path} does not exist; check --labels")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise BadData(f"{path} is a single array; save it with numpy.savez({path.stem}, label=...)")
-            names = list(archive.files)
-            chosen = names if len(names) == 1 else [n for n in names if n in ("label", "labels")]
-            if len(chosen) != 1:
-                raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; call the one with labels 'label'")
-            labels = archive[chosen[0]]
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        raise BadData(
-            f"can't read {path} as .npz ({' '.join(str(error).split())[:120]}); write it with numpy.savez"
-        ) from error
+    with open_npz(path) as archive:
+        names = list(archive.files)
+        chosen = names if len(names) == 1 else [n for n in names if n in ("label", "labels")]
+        if len(chosen) != 1:
+            raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; call the one with labels 'label'")
+        labels = archive[chosen[0]]
     kind = kind or ("iou" if labels.ndim > 1 else "spearman" if labels.dtype.kind == "f" else "top1")
     right = labels.ndim > 1 if kind == "iou" else labels.ndim == 1
     if not right or labels.dtype.kind not in "iuf" or not labels.size or not np.isfinite(labels).all():

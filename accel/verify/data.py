@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,17 +114,13 @@ def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) ->
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
         return artifact
-    import zipfile
-
-    import numpy as np
-
     signature = artifact.signature
     seen: dict[str, list[int]] = {}
     for file in filter(Path.is_file, sorted(data.glob("*.npz")) if data.is_dir() else [data]):  # no pipe: it would wait
         try:
-            with np.load(file, allow_pickle=False) as archive:
+            with open_npz(file) as archive:
                 shapes = {s.name: _shape(archive, s.name) for s in signature.inputs if s.name in archive.files}
-        except (ValueError, OSError, EOFError, AttributeError, KeyError, TypeError, zipfile.BadZipFile, MemoryError):
+        except (BadData, KeyError):
             continue
         for spec in signature.inputs:
             shape = shapes.get(spec.name, ())
@@ -152,21 +149,34 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
         return shape
 
 
-def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
+@contextmanager
+def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
+    """The arrays of a file; ``BadData`` where it is no .npz, or reading from it inside the block fails."""
     import zipfile
 
     import numpy as np
 
     try:
-        archive = np.load(file, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise BadData(f"{file} is a single array; save one array per input with numpy.savez({file.stem}, x=...)")
-        with archive:
-            # What has no header of an array comes back as bytes.
-            arrays = {name: np.asarray(archive[name]) for name in archive.files}
+        # Opened here: numpy leaves a file open that it can't read.
+        with file.open("rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise BadData(
+                    f"{file} is a single array; save it by name, one array per input: numpy.savez({file.stem}, x=...)"
+                )
+            with archive:
+                yield archive
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         reason = " ".join(str(error).split())[:120]
         raise BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez") from error
+
+
+def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
+    import numpy as np
+
+    with open_npz(file) as archive:
+        # What has no header of an array comes back as bytes.
+        arrays = {name: np.asarray(archive[name]) for name in archive.files}
     first = signature.inputs[0].name
     for spec in signature.inputs:
         if spec.name not in arrays:

@@ -258,7 +258,7 @@ FORMATS: dict[str, Case] = {
     "an IR, bits turned around": timed(make.also(IR, make.flipped("ir/model.xml", 5)), "again", "model.xml"),
     "an IR of entities": timed(make.also(IR, make.raw("model.xml", BILLION)), "again", "model.xml"),
     "an IR that reads /etc": timed(make.also(IR, make.raw("model.xml", OUTSIDE)), "again", "model.xml"),
-    "an IR of nobody": inspected(make.copied("ir/model.xml", "ir/model.bin"), "accel", name="model.xml"),
+    "an IR of nobody": inspected(make.copied("ir/model.xml", "ir/model.bin"), "", 0, name="model.xml"),
     "an engine of nobody": inspected(make.copied("engine/model.engine"), "accel", name="model.engine"),
     "an engine on no GPU": timed(
         make.copied("engine/model.engine", "engine/model.engine.manifest.json"), "needs an NVIDIA GPU", "model.engine"
@@ -270,7 +270,7 @@ FORMATS: dict[str, Case] = {
         says="the chain is broken at",
     ),
     "a tflite of text": exported(make.raw("net.tflite", b"no flatbuffer" * 9), "not a TFLite file", "net.tflite"),
-    "half a tflite": exported(make.truncated("nmp.tflite", to="net.tflite"), "convert it again", "net.tflite"),
+    "half a tflite": exported(make.truncated("nmp.tflite", to="net.tflite"), "(convert|save) it again", "net.tflite"),
     "a tflite, bits turned around": exported(make.flipped("nmp.tflite", 4, bits=400), "", "nmp.tflite", None),
     "a Keras file of text": exported(make.raw("net.keras", b"no archive" * 9), "net.keras", "net.keras"),
     "a Keras file with code": exported(
