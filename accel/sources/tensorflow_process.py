@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from accel.child import Child
@@ -17,7 +18,7 @@ _process: Child | None = None
 
 def in_tensorflow(target: str, /, **arguments: Any) -> Any:
     """``target(**arguments)`` in the TensorFlow process, which is started for the first call and kept for the next:
-    importing TensorFlow takes seconds.
+    importing TensorFlow takes seconds. It stands where this process stands now: a factory may read what lies there.
 
     Raises ``MissingExtra`` without TensorFlow, ``ChildCrashed`` with the last line it wrote where the process died.
     """
@@ -27,6 +28,7 @@ def in_tensorflow(target: str, /, **arguments: Any) -> Any:
         _process = Child(env=_ENV)
         atexit.register(close)
     try:
+        _process.call("os:chdir", path=str(Path.cwd()))
         return _process.call(target, **arguments)
     except (ChildCrashed, KeyboardInterrupt):
         close()

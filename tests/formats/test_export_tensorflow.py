@@ -94,9 +94,12 @@ def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: P
         accel.export(source, inputs=["x:int32[n,7]"], out=tmp_path / "f.onnx")
 
 
-def test_a_factory_of_a_keras_model(tmp_path: Path) -> None:
-    """Fails if a function in a file that returns a Keras model or a tf.function isn't a source."""
-    code = tmp_path / "my_keras.py"
+def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a function in a file that returns a Keras model or a tf.function isn't a source, or is looked for where
+    an earlier export stood."""
+    accel.export(tensorflow_models / "functional.keras", out=tmp_path / "earlier.onnx")
+    monkeypatch.chdir(tmp_path)
+    code = Path("my_keras.py")
     code.write_text(
         "import keras\nimport tensorflow as tf\n\n"
         "def make():\n    keras.utils.set_random_seed(0)\n"
