@@ -46,16 +46,16 @@ class Frozen:
     outputs: Mapping[str, str]
 
 
-_loaded: dict[TensorFlowSpec, tuple[tuple[float, ...], Loaded]] = {}
+_loaded: dict[TensorFlowSpec, tuple[tuple[Path | float, ...], Loaded]] = {}
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
     """The model behind ``spec``; the last few are kept while their files don't change."""
     from accel.sources import tensorflow_forms, tflite_model
 
-    place = Path(spec.path)
+    place = Path(spec.path.rpartition(":")[0] if spec.form == "python" else spec.path)
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    stamp = tuple(f.stat().st_mtime for f in files if f.exists())
+    stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))  # code may be named, and read, from here
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:
         return kept[1]

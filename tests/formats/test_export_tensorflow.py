@@ -96,7 +96,7 @@ def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: P
 
 def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a function in a file that returns a Keras model or a tf.function isn't a source, or is looked for where
-    an earlier export stood."""
+    an earlier export stood, or what it was before is taken."""
     accel.export(tensorflow_models / "functional.keras", out=tmp_path / "earlier.onnx")
     monkeypatch.chdir(tmp_path)
     code = Path("my_keras.py")
@@ -109,6 +109,9 @@ def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, mon
     )
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     assert (names(made.signature.inputs), names(made.signature.outputs)) == (["x"], ["y"])
+    code.write_text(code.read_text().replace("'y'", "'z'"))
+    made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
+    assert names(made.signature.outputs) == ["z"]
     made = accel.export(f"{code}:function", out=tmp_path / "f.onnx")
     with accel.load(made) as session:
         found = session.run({"a": np.float32([[1, 2, 3]])})

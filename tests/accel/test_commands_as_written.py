@@ -1,0 +1,80 @@
+"""The main job's commands, word for word, in their order, on a real text model and a factory of the user's own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.examples import minilm
+
+MY_MODEL = """
+import torch
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(7200, 10))
+"""
+PYTHON = (
+    "import accel; "
+    "a = accel.export('my_model.py:make', inputs={'x': ('float32', ('batch', 3, 32, 32))}, out='my.onnx'); "
+    "s = accel.load(a); print(s.run(s.example_inputs(batch=2)))"
+)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(2400)
+def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a line doesn't work as it stands, or its JSON isn't one object with what it promises."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_model.py").write_text(MY_MODEL)
+    np.savez("calib.npz", **minilm.calibration_data())  # type: ignore[arg-type]
+
+    def run(line: str) -> Any:
+        ran = cli(*shlex.split(line, comments=True)[1:])
+        assert ran.code == 0, f"{line}: {ran.stderr}"
+        if "--json" not in line:
+            return None
+        assert ran.stdout.count("\n") == 1
+        return json.loads(ran.stdout)
+
+    run("accel export accel.examples.minilm:model -o minilm.onnx")
+    run("accel export my_model.py:make --input x:float32[batch,3,32,32] -o my.onnx")
+    run("accel optimize minilm.onnx --target auto --data calib.npz --max-drop 0.01 -o out/")
+    run(
+        "accel optimize minilm.onnx --target tensorrt-rtx --precision fp16 --profile input_ids=1x8,8x128,64x512 "
+        "--profile attention_mask=1x8,8x128,64x512 --compute-capability 8.6 -o engine/"
+    )
+    rows = run("accel bench out/ --against accel.examples.minilm:model --json")["results"]
+    wanted = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff"}
+    assert len(rows) == 2
+    assert all(wanted <= set(row) for row in rows)
+    assert rows[-1]["max_abs_diff"] is not None
+    verified = run("accel verify minilm.onnx out/ --data calib.npz --json")
+    assert verified["passed"] is True
+    assert set(verified["outputs"]) == set(minilm_outputs())
+    chain = run("accel inspect out/ --check --json")
+    assert chain["intact"] is True
+    assert len(chain["chain"]) >= 3
+    engine = run("accel inspect engine/ --check --json")
+    assert engine["intact"] is True
+    assert engine["properties"]["profiles"][0]["input_ids"] == [[1, 8], [8, 128], [64, 512]]
+    assert engine["kernels"]
+    found = run("accel doctor --json")
+    assert found["parts"]
+    ran = subprocess.run([sys.executable, "-c", PYTHON], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "array(" in ran.stdout
+
+
+def minilm_outputs() -> list[str]:
+    """Names of the exported model's outputs."""
+    import onnx
+
+    return [output.name for output in onnx.load("minilm.onnx", load_external_data=False).graph.output]
