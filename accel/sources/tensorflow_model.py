@@ -46,7 +46,7 @@ class Frozen:
     outputs: Mapping[str, str]
 
 
-_loaded: dict[TensorFlowSpec, tuple[tuple[Path | float, ...], Loaded]] = {}
+_loaded: dict[TensorFlowSpec, tuple[tuple[object, ...], Loaded]] = {}
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
