@@ -242,7 +242,8 @@ class Repository:
         if not folder.path.is_dir():
             raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")
         with self._control:
-            entry = self._entries.setdefault(name, _Entry())
+            with self._lock:  # others look through the entries
+                entry = self._entries.setdefault(name, _Entry())
             entry.loading = True
             try:
                 self._swap(name, entry, folder, override)
