@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
 import socket
 import threading
 import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import tritonclient.utils.shared_memory as shm
 from serving import WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
 
@@ -76,6 +81,14 @@ def client_of(process: Any) -> Any:
     return triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}")
 
 
+def until(true: Callable[[], bool]) -> None:
+    """Wait for it, at most a minute."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def idle(process: Any) -> bool:
     """Whether every request has left the books, within ten seconds."""
     deadline = time.monotonic() + 10
@@ -124,6 +137,33 @@ def test_a_session_that_hangs(faulty: Any) -> None:
         assert [answers.get(timeout=30)[1] for _ in hung] == [None] * 14
         assert idle(faulty)
         ask(client, "bad", 3)
+
+
+def test_shared_memory_that_goes_while_its_request_waits(faulty: Any) -> None:
+    """Fails if the server looks at memory that a client has cut off: that would be the end of the process."""
+    key = f"/accel-test-{uuid.uuid4().hex[:8]}"
+    handle = shm.create_shared_memory_region(key[1:], key, 4096)
+    x = np.full((1, 4), 3, dtype=np.float32)
+    shm.set_shared_memory_region(handle, [x])
+    answers: queue.Queue[Any] = queue.Queue()
+    try:
+        with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:
+            client.register_system_shared_memory("r", key, 4096)
+            first = pool.submit(ask, client, "bad", 2)
+            assert faulty.running.acquire(timeout=60)
+            given = triton.InferInput("x", [1, 4], "FP32")
+            given.set_shared_memory("r", 16)
+            client.async_infer("bad", [given], lambda result, error: answers.put((result, error)), client_timeout=60)
+            until(lambda: faulty.server.under_way == 2)
+            until(lambda: faulty.server.repository.get("bad").statistics().queue_depth == 1)
+            os.truncate(f"/dev/shm{key}", 0)
+            faulty.released.set()
+            first.result(60)
+            result, error = answers.get(timeout=60)
+            assert error is None
+            np.testing.assert_allclose(result.as_numpy("y"), x @ WEIGHTS, rtol=1e-5)
+    finally:
+        shm.destroy_shared_memory_region(handle)
 
 
 def test_a_deadline_that_passes(faulty: Any) -> None:
