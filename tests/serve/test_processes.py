@@ -54,6 +54,36 @@ def test_a_killed_process(two: Any) -> None:
     assert two.process.poll() is None
 
 
+def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> None:
+    """Fails if a process that can't be started again takes with it one that serves, or isn't tried until it can."""
+    tokens = tmp_path / "tokens.toml"
+    text = '[[token]]\nname = "a"\ntoken = "secret"\n'
+    tokens.write_text(text)
+    served = serve(str(repository), "--processes", "2", "--tokens", str(tokens))
+    port = served.wait_for("all processes serve")["ports"]["grpc"]
+    tokens.unlink()
+    os.kill(pids(served)[0], signal.SIGKILL)
+    died = "a process died and is started again"
+    assert served.wait_for(died)["died"] == "signal SIGKILL"
+    for count in (2, 3):  # a second try, too
+        assert "tokens.toml" in served.wait_for(died, count)["reason"]
+    for _ in range(4):
+        with client(port) as made:
+            ask(made, headers={"authorization": "Bearer secret"})
+    tokens.write_text(text)
+    served.wait_for("serving", 3)
+    assert served.end() == 0
+
+
+def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path) -> None:
+    """Fails if a server whose processes can't start at all tries for ever or doesn't say why."""
+    (tmp_path / "tokens.toml").write_text("[[token")
+    served = serve(str(repository), "--processes", "2", "--tokens", str(tmp_path / "tokens.toml"))
+    assert served.process.wait(60) == 2
+    served.wait_for("end of log")
+    assert any("can't read the tokens" in line["message"] for line in served.log), served.log
+
+
 def test_commands_reach_every_process(two: Any, repository: Path) -> None:
     """Fails if a command or a count is of one process alone, also of one that was started later."""
     clients = [client(two.grpc) for _ in range(8)]  # spread over the processes by the kernel
