@@ -360,17 +360,32 @@ def _health(server: InferenceServer) -> Any:
     class Health(health.HealthServicer):  # type: ignore[misc]
         """grpc.health.v1: what the server says of itself at the moment of the question."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            self._said: Any = None
+            self._refreshing = threading.Lock()
+
         def refresh(self) -> None:
-            status = health_pb2.HealthCheckResponse
-            found = status.SERVING if server.healthy() else status.NOT_SERVING
-            for service in ("", proto.SERVICE):
-                self.set(service, found)
+            with self._refreshing:
+                status = health_pb2.HealthCheckResponse
+                found = status.SERVING if server.healthy() else status.NOT_SERVING
+                if found != self._said:  # who watches hears of changes alone
+                    self._said = found
+                    for service in ("", proto.SERVICE):
+                        self.set(service, found)
 
         def Check(self, request: Any, context: grpc.ServicerContext) -> Any:
             self.refresh()
             return super().Check(request, context)
 
-    return Health()
+        def Watch(self, *arguments: Any) -> Any:
+            self.refresh()
+            return super().Watch(*arguments)
+
+    made = Health()
+    made.refresh()
+    server.on_change(made.refresh)
+    return made
 
 
 def _add_health_and_reflection(target: grpc.Server, health: Any, server: InferenceServer) -> None:

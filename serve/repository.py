@@ -83,6 +83,7 @@ class Repository:
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
         self.started = False
+        self.changed: Callable[[], None] = lambda: None  # called when what serves, or is broken, may be another
 
     # Looking up
 
@@ -179,6 +180,7 @@ class Repository:
             except ServeError as error:
                 log.error("model not loaded", extra={"model": name, "reason": str(error)})
         self.started = True
+        self.changed()
         if self.mode == "poll":
             self._poller = threading.Thread(target=self._poll, name="accel-poll", daemon=True)
             self._poller.start()
@@ -294,6 +296,7 @@ class Repository:
         for version, model in old.items():
             if versions.get(version) is not model:
                 self._retire(model, self.drain)
+        self.changed()
 
     def _retire(self, model: ServedModel, timeout: float) -> None:
         def end() -> None:

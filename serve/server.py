@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,8 @@ class InferenceServer:
         self.trace, self.logging = tracing.settings if tracing else TraceSettings(), LogSettings()
         self.peers = Peers(self)
         self._strict = strict_readiness
+        self._watchers: list[Callable[[], None]] = []
+        repository.changed = self._changed
         self._max_waiting = max_waiting
         self._draining = False
         self._lock = threading.Condition()
@@ -103,6 +105,17 @@ class InferenceServer:
         if self._draining or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
+
+    def on_change(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher``, on any thread, whenever ``healthy`` may have changed."""
+        self._watchers.append(watcher)
+
+    def _changed(self) -> None:
+        for watcher in self._watchers:
+            try:
+                watcher()
+            except Exception:
+                log.exception("whoever watches the server's health could not be told")
 
     def metadata(self, token: str | None = None) -> tuple[str, str, tuple[str, ...]]:
         """Name, version, extensions."""
@@ -304,6 +317,7 @@ class InferenceServer:
     def drain(self, timeout: float) -> bool:
         """Take nothing new; True once everything that was taken is answered, False after ``timeout`` seconds."""
         self._draining = True
+        self._changed()
         with self._lock:
             return self._lock.wait_for(lambda: not self._under_way, timeout)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from tritonclient.utils import InferenceServerException
 
 import accel
 from accel.serve import proto
+from accel.serve.inference import ServeError
+from accel.serve.process import ServingProcess
+from accel.serve.repository import Repository
 
 
 @pytest.fixture
@@ -155,6 +160,51 @@ def test_health(process: Any) -> None:
         assert stub.Check(health_pb2.HealthCheckRequest(service=proto.SERVICE)).status == status.SERVING
         process.server.drain(0.1)
         assert stub.Check(health_pb2.HealthCheckRequest()).status == status.NOT_SERVING
+
+
+def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if who watches hears that the server serves while its models load, or doesn't hear of the end of loading,
+    of a broken model where that counts, or of the drain."""
+    released = threading.Event()
+    real = Repository.start
+
+    def slowly(self: Repository) -> None:
+        assert released.wait(60)
+        real(self)
+
+    monkeypatch.setattr(Repository, "start", slowly)
+    found: queue.Queue[str] = queue.Queue()
+    names = health_pb2.HealthCheckResponse.ServingStatus
+
+    def watch(port: int) -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                for said in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120):
+                    found.put(names.Name(said.status))
+            except grpc.RpcError:
+                found.put("end")
+
+    real_listen = ServingProcess._listen
+
+    def listen(self: ServingProcess) -> None:
+        real_listen(self)
+        threading.Thread(target=watch, args=(self.ports["grpc"],), daemon=True).start()
+        found.put(found.get(timeout=60))  # the first word is there before the models load
+        released.set()
+
+    monkeypatch.setattr(ServingProcess, "_listen", listen)
+    process = start(repository, mode="explicit", models=("*",), strict_readiness=True)
+    assert [found.get(timeout=60) for _ in range(2)] == ["NOT_SERVING", "SERVING"]
+    (repository / "broken" / "1").mkdir(parents=True)
+    with pytest.raises(ServeError):
+        process.server.repository.load("broken")
+    assert found.get(timeout=60) == "NOT_SERVING"
+    process.server.repository.unload("broken")
+    assert found.get(timeout=60) == "SERVING"
+    process.server.drain(0.1)
+    assert found.get(timeout=60) == "NOT_SERVING"
+    process.stop()
+    assert found.get(timeout=60) == "end"
 
 
 def test_reflection(process: Any) -> None:
