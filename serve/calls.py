@@ -45,6 +45,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
+            inline=call.single,  # a stream reads on while it is run
         ),
         call.parameters,
     )

@@ -223,6 +223,7 @@ class EnsembleExecutor:
                 version=self.version,
                 id=run.request.id,
                 outputs={name: run.tensors[name] for name in names},
+                durations=run.durations,
             ),
         )
 

@@ -202,7 +202,7 @@ class _Servicer:
 
         try:
             call = read_call(request)
-            call.token = self._token(context)
+            call.token, call.holds_thread = self._token(context), True
             if self._server.tracing is not None:
                 call.trace = trace_of(context)
             if remaining is not None and remaining < FOREVER:

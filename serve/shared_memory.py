@@ -83,7 +83,7 @@ class SharedMemory:
     def read(self, part: Slice) -> memoryview:
         """A copy of the bytes of a slice. ``NOT_FOUND`` or ``INVALID_ARGUMENT`` where there are no such."""
         with self._opened(part) as (file, start):
-            found = memoryview(np.empty(part.byte_size, dtype=np.uint8))
+            found = memoryview(np.empty(part.byte_size, dtype=np.uint8))  # type: ignore[arg-type]
             at = 0
             while at < part.byte_size:  # one call moves 2 GiB at most
                 count = os.preadv(file, [found[at:]], start + at)

@@ -67,7 +67,7 @@ def test_model(client: Any) -> None:
 
 
 def test_statistics_add_up(client: Any) -> None:
-    """Fails if a request or a row isn't counted, or counted twice, or a refused one is."""
+    """Fails if a request or a row isn't counted, or counted twice, or a refused one is no failure."""
     for rows in (1, 2, 3):
         ask(client, rows)
     with pytest.raises(InferenceServerException):
@@ -75,10 +75,47 @@ def test_statistics_add_up(client: Any) -> None:
     stats = client.get_inference_statistics("linear").model_stats
     assert [(s.name, s.version) for s in stats] == [("linear", "1")]
     assert stats[0].inference_stats.success.count == 3
-    assert stats[0].inference_stats.fail.count == 0
+    assert stats[0].inference_stats.fail.count == 1
     assert stats[0].inference_stats.success.ns > stats[0].inference_stats.compute_infer.ns > 0
     assert stats[0].last_inference > 1.7e12
     assert {s.name for s in client.get_inference_statistics().model_stats} == {"linear", "pair"}
+
+
+def test_every_failure_is_counted(process: Any, client: Any) -> None:
+    """Fails if a request that gets an error, before its model sees it or after the model has answered, is no failure
+    in the statistics, or a success."""
+
+    def refused(x: triton.InferInput, **options: Any) -> None:
+        with pytest.raises(InferenceServerException):
+            client.infer("linear", [x], **options)
+
+    def given(name: str = "x", shape: tuple[int, ...] = (1, 4), kind: Any = np.float32) -> triton.InferInput:
+        made = triton.InferInput(name, list(shape), {np.float32: "FP32", np.int32: "INT32"}[kind])
+        made.set_data_from_numpy(np.ones(shape, kind))
+        return made
+
+    refused(given("z"))
+    refused(given(shape=(1, 5)))
+    refused(given(kind=np.int32))
+    refused(given(), outputs=[triton.InferRequestedOutput("nothing")])
+    nowhere = triton.InferInput("x", [1, 4], "FP32")
+    nowhere.set_shared_memory("nothing", 16)
+    refused(nowhere)
+    ask(client)
+    no_room = triton.InferRequestedOutput("y")
+    no_room.set_shared_memory("nothing", 12)
+    refused(given(), outputs=[no_room])  # the model runs, its response goes nowhere
+    ask(client)
+    found = process.server.repository.get("linear").statistics()
+    assert (found.received, found.success.count, found.fail.count) == (8, 2, 6)
+    assert found.inference_count == 3
+    assert sum(found.request_times.counts) == 2
+    assert min(found.request_times.counts) == 0
+    assert found.success.ns > 0
+    process.server.drain(1)
+    refused(given())
+    found = process.server.repository.get("linear").statistics()
+    assert (found.received, found.success.count, found.fail.count) == (9, 2, 7)
 
 
 def test_load_and_unload(client: Any, repository: Path) -> None:
