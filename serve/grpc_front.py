@@ -275,13 +275,10 @@ class _Servicer:
             answer.models.add(name=row.name, version=row.version, state=row.state, reason=row.reason)
 
     def RepositoryModelLoad(self, request: Any, _answer: Any, token: str | None) -> None:
-        given = {
-            k: getattr(v, v.WhichOneof("parameter_choice") or "string_param") for k, v in request.parameters.items()
-        }
-        self._server.load(request.model_name, given, token)
+        self._server.load(request.model_name, _given(request), token)
 
     def RepositoryModelUnload(self, request: Any, _answer: Any, token: str | None) -> None:
-        self._server.unload(request.model_name, token)
+        self._server.unload(request.model_name, _given(request), token)
 
     # Shared memory
 
@@ -345,6 +342,11 @@ def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any
     """``(request, context) -> response`` by the name of each method that takes one message: for what brings its own
     gRPC server."""
     return _Servicer(server, Arrivals(1), streams=1).unary()
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """The parameters of a request for control."""
+    return {k: getattr(v, v.WhichOneof("parameter_choice") or "string_param") for k, v in request.parameters.items()}
 
 
 def _release(lock: threading.Lock) -> None:

@@ -221,14 +221,29 @@ class Repository:
         for one, reason in failed.items():
             log.error("model not fetched", extra={"model": one, "reason": reason})
 
-    def unload(self, name: str) -> None:
-        """Stop serving a model by command."""
+    def steps_of(self, name: str) -> list[str]:
+        """The models that an ensemble that serves is made of, and those that these are made of."""
+        found: dict[str, None] = {}
+        left = [name]
+        while left:
+            for model in self.versions(left.pop()):
+                new = [step.model_name for step in model.config.ensemble_scheduling.step]
+                left += [one for one in new if one not in found and one != name]
+                found |= dict.fromkeys(new)
+        return [one for one in found if one != name]
+
+    def unload(self, name: str, dependents: bool = False) -> None:
+        """Stop serving a model by command; with ``dependents`` also the steps of an ensemble."""
         self._explicit()
+        steps = self.steps_of(name) if dependents else []
         if name not in self._entries:
             if not valid_name(name) or not (self.root / name).is_dir():
                 raise ServeError(Code.NOT_FOUND, f"failed to unload '{name[:256]}', unknown model")
             return
         self._unload(name)
+        for step in steps:
+            if step in self._entries:
+                self._unload(step)
 
     def _explicit(self) -> None:
         if self.mode != "explicit":

@@ -288,9 +288,15 @@ class InferenceServer:
             )
         self.peers.everywhere("load", name, text)
 
-    def unload(self, name: str, token: str | None = None) -> None:
+    def unload(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
+        """``parameters``: ``unload_dependents``, whether an ensemble takes its steps with it."""
         self.access.check(token, model=name, control=True)
-        self.peers.everywhere("unload", name)
+        dependents = (parameters or {}).get("unload_dependents", False)
+        if not isinstance(dependents, bool):
+            raise ServeError(Code.INVALID_ARGUMENT, "unload_dependents has to be a boolean")
+        for step in self.repository.steps_of(name) if dependents else ():
+            self.access.check(token, model=step, control=True)
+        self.peers.everywhere("unload", name, dependents)
 
     def register_memory(self, name: str, key: str, offset: int, byte_size: int, token: str | None = None) -> None:
         self.access.check(token, control=True)
