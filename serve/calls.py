@@ -45,6 +45,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
+            inline=call.single,  # a stream reads on while it is run
         ),
         call.parameters,
     )
@@ -55,7 +56,7 @@ def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.nda
     if given.values is not None:
         found = decode_typed(given.name, given.datatype, given.shape, given.values, model.name)
     else:
-        raw = memory.view(given.slice) if given.slice is not None else given.raw
+        raw = memory.read(given.slice) if given.slice is not None else given.raw
         if raw is None:
             raise invalid(f"input '{given.name}' for model '{model.name}' came without data")
         found = decode_raw(given.name, given.datatype, given.shape, raw, model.name)
@@ -124,6 +125,5 @@ def _placed(name: str, kind: str, value: np.ndarray, asked: WantedOutput, memory
             f"shared memory size specified with the request for output '{name}' ({asked.slice.byte_size} bytes) "
             f"should be at least {len(body)} bytes to hold the results"
         )
-    view = memory.view(asked.slice)
-    view[: len(body)] = body
+    memory.write(asked.slice, body)
     return ReplyTensor(name, kind, value.shape, None, asked.slice)

@@ -61,7 +61,7 @@ class DecoupledExecutor(QueuedExecutor):
                     end()  # a generator: let it free what it holds now
                 return self._settle([(entry, ServeError(Code.CANCELLED, "Request was cancelled"))])
             before = self._clock()
-            response = self._response(entry.request, self._batching.split(outputs, [entry])[0])
+            response = self._response(entry, self._batching.split(outputs, [entry])[0])
             response.final = False
             self._answer(entry, response)
             delivering += self._clock() - before
@@ -72,5 +72,7 @@ class DecoupledExecutor(QueuedExecutor):
             compute_output=ns(delivering),
         )
         entry.book(started, spent)
-        last = InferenceResponse(model=self.name, version=self.version, id=entry.request.id, outputs={})
+        last = InferenceResponse(
+            model=self.name, version=self.version, id=entry.request.id, outputs={}, durations=entry.durations
+        )
         return self._settle([(entry, last)], spent)

@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from accel.errors import BadConfig
 from accel.serve.inference import (
     Answer,
     Code,
     Durations,
-    Executor,
     InferenceRequest,
     InferenceResponse,
     ModelStatistics,
@@ -53,8 +52,14 @@ class Ensemble:
     steps: tuple[EnsembleStep, ...]
 
 
+class Step(Protocol):
+    """What runs a step: as an ``Executor`` takes it."""
+
+    def submit(self, request: InferenceRequest, answer: Answer) -> Ticket: ...
+
+
 # From a model's name and version to what runs it; raises ``ServeError`` where there is no such model.
-Find = Callable[[str, str], Executor]
+Find = Callable[[str, str], Step]
 
 
 class _Run:
@@ -223,6 +228,7 @@ class EnsembleExecutor:
                 version=self.version,
                 id=run.request.id,
                 outputs={name: run.tensors[name] for name in names},
+                durations=run.durations,
             ),
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from accel.child import resolve
 from accel.errors import BadRepository
+from accel.serve.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
 from accel.serve.inference import Answer, Executor, InferenceRequest, Ticket
 from accel.serve.model import Retired, ServedModel
 from accel.serve.model_config import ModelConfig, datatype
@@ -46,9 +46,8 @@ def _spec(name: str, tensor: Any, batching: bool) -> TensorSpec:
 
 def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: str) -> Executor:
     """The executor that runs the steps on whichever versions serve at the time."""
-    step_type: Any = resolve("accel.serve.ensemble:EnsembleStep")
     steps = tuple(
-        step_type(
+        EnsembleStep(
             model=step.model_name,
             version=str(step.model_version) if step.model_version > 0 else "",
             input_map=dict(step.input_map),
@@ -56,16 +55,14 @@ def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: 
         )
         for step in config.ensemble_scheduling.step
     )
-    ensemble = resolve("accel.serve.ensemble:Ensemble")(steps=steps)
-    made: Executor = resolve("accel.serve.ensemble:EnsembleExecutor")(
+    return EnsembleExecutor(
         signature,
-        ensemble,
+        Ensemble(steps=steps),
         lambda model, number: _Serving(get, model, number),
         name=config.name,
         version=version,
         max_batch_size=config.max_batch_size,
     )
-    return made
 
 
 class _Serving:

@@ -202,7 +202,7 @@ class _Servicer:
 
         try:
             call = read_call(request)
-            call.token = self._token(context)
+            call.token, call.holds_thread = self._token(context), True
             if self._server.tracing is not None:
                 call.trace = trace_of(context)
             if remaining is not None and remaining < FOREVER:
@@ -275,13 +275,10 @@ class _Servicer:
             answer.models.add(name=row.name, version=row.version, state=row.state, reason=row.reason)
 
     def RepositoryModelLoad(self, request: Any, _answer: Any, token: str | None) -> None:
-        given = {
-            k: getattr(v, v.WhichOneof("parameter_choice") or "string_param") for k, v in request.parameters.items()
-        }
-        self._server.load(request.model_name, given, token)
+        self._server.load(request.model_name, _given(request), token)
 
     def RepositoryModelUnload(self, request: Any, _answer: Any, token: str | None) -> None:
-        self._server.unload(request.model_name, token)
+        self._server.unload(request.model_name, _given(request), token)
 
     # Shared memory
 
@@ -347,6 +344,11 @@ def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any
     return _Servicer(server, Arrivals(1), streams=1).unary()
 
 
+def _given(request: Any) -> dict[str, Any]:
+    """The parameters of a request for control."""
+    return {k: getattr(v, v.WhichOneof("parameter_choice") or "string_param") for k, v in request.parameters.items()}
+
+
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
@@ -360,17 +362,32 @@ def _health(server: InferenceServer) -> Any:
     class Health(health.HealthServicer):  # type: ignore[misc]
         """grpc.health.v1: what the server says of itself at the moment of the question."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            self._said: Any = None
+            self._refreshing = threading.Lock()
+
         def refresh(self) -> None:
-            status = health_pb2.HealthCheckResponse
-            found = status.SERVING if server.healthy() else status.NOT_SERVING
-            for service in ("", proto.SERVICE):
-                self.set(service, found)
+            with self._refreshing:
+                status = health_pb2.HealthCheckResponse
+                found = status.SERVING if server.healthy() else status.NOT_SERVING
+                if found != self._said:  # who watches hears of changes alone
+                    self._said = found
+                    for service in ("", proto.SERVICE):
+                        self.set(service, found)
 
         def Check(self, request: Any, context: grpc.ServicerContext) -> Any:
             self.refresh()
             return super().Check(request, context)
 
-    return Health()
+        def Watch(self, *arguments: Any) -> Any:
+            self.refresh()
+            return super().Watch(*arguments)
+
+    made = Health()
+    made.refresh()
+    server.on_change(made.refresh)
+    return made
 
 
 def _add_health_and_reflection(target: grpc.Server, health: Any, server: InferenceServer) -> None:

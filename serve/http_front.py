@@ -280,8 +280,9 @@ class _Rest:
         return web.Response()
 
     async def unload(self, request: web.Request) -> web.Response:
-        await self._body(request)
-        await self._do(self._server.unload, request.match_info["model"], self._token(request))
+        body = http_wire.read_json(await self._body(request))
+        given = http_wire.read_parameters(body.get("parameters"))
+        await self._do(self._server.unload, request.match_info["model"], given, self._token(request))
         return web.Response()
 
     # Shared memory

@@ -61,6 +61,8 @@ class InferenceRequest:
     ``outputs``: the names asked for, None for all. ``priority``: 1 is the most urgent, 0 the model's default.
     ``timeout_us``: the queue timeout asked for, 0 for the model's default. ``deadline``: seconds on the server's
     clock after which nobody waits for the answer any more, None for never. ``sequence_id``: 0 or "" for none.
+    ``inline``: whether the thread that submits it may run it; one that has further requests to submit may not, so that
+    they can be run together.
     """
 
     model: str
@@ -75,11 +77,13 @@ class InferenceRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
+    inline: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
 class InferenceResponse:
-    """``outputs`` in the order asked for. ``final``: no further response of this request follows (decoupled models)."""
+    """``outputs`` in the order asked for. ``final``: no further response of this request follows (decoupled models).
+    ``durations``: what the statistics say of it."""
 
     model: str
     version: str
@@ -87,6 +91,7 @@ class InferenceResponse:
     outputs: Mapping[str, np.ndarray]
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     final: bool = True
+    durations: Durations | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,8 +175,8 @@ class Histogram:
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES_NS) + 1))
 
-    def add(self, ns: int) -> None:
-        self.counts[bisect.bisect_left(LATENCIES_NS, ns)] += 1
+    def add(self, ns: int, count: int = 1) -> None:
+        self.counts[bisect.bisect_left(LATENCIES_NS, ns)] += count
 
     def merge(self, other: Histogram) -> None:
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]

@@ -138,7 +138,7 @@ class QueuedExecutor:
         if self._closing:
             raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
         session = None
-        if self._eager and self._idle and not self._queue and self._may_run():
+        if self._eager and entry.request.inline and self._idle and not self._queue and self._may_run():
             session = self._idle.pop()
         else:
             self._batching.describe(entry)
@@ -301,7 +301,7 @@ class QueuedExecutor:
         outputs = session.run(feeds)
         inferred = self._clock()
         parts = self._batching.split(outputs, live)
-        results: Settled = [(e, self._response(e.request, part)) for e, part in zip(live, parts, strict=True)]
+        results: Settled = [(e, self._response(e, part)) for e, part in zip(live, parts, strict=True)]
         end = self._clock()
         spent = Durations(
             compute_input=ns(stacked - started), compute_infer=ns(inferred - stacked), compute_output=ns(end - inferred)
@@ -310,12 +310,15 @@ class QueuedExecutor:
             entry.book(started, spent)
         return self._settle(results, spent)
 
-    def _response(self, request: InferenceRequest, outputs: Mapping[str, np.ndarray]) -> InferenceResponse:
+    def _response(self, entry: Entry, outputs: Mapping[str, np.ndarray]) -> InferenceResponse:
+        request = entry.request
         if request.outputs is not None:
             if missing := [name for name in request.outputs if name not in outputs]:
                 raise ServeError(Code.INTERNAL, f"model '{self.name}' gave no output '{missing[0]}'")
             outputs = {name: outputs[name] for name in request.outputs}
-        return InferenceResponse(model=self.name, version=self.version, id=request.id, outputs=outputs)
+        return InferenceResponse(
+            model=self.name, version=self.version, id=request.id, outputs=outputs, durations=entry.durations
+        )
 
     def _error(self, error: BaseException) -> ServeError:
         if isinstance(error, ServeError):

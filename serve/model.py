@@ -12,12 +12,14 @@ from accel.serve.inference import (
     Code,
     Executor,
     InferenceRequest,
+    InferenceResponse,
     ModelStatistics,
     ServeError,
     Ticket,
 )
 from accel.serve.model_config import ModelConfig, datatype
 from accel.serve.scheduling import Scheduling
+from accel.serve.statistics import Recorder, merged
 from accel.serve.tensors import DATATYPES, invalid, shape_text
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ class ServedModel:
         self._entered = 0
         self._retired = False
         self._state = threading.Condition()
+        self._recorder = Recorder()  # of what the executor doesn't see
+        self._recording = threading.Lock()
 
     def check_input(self, name: str, kind: str, shape: Sequence[int]) -> ServedTensor:
         """The input this tensor is for. ``INVALID_ARGUMENT`` where the name, datatype or shape isn't the model's."""
@@ -135,8 +139,22 @@ class ServedModel:
                 if not self._entered:
                     self._state.notify_all()
 
+    def refused(self, error: ServeError, ns: int) -> None:
+        """Count a request that got ``error``, ``ns`` after it came, and never reached the executor."""
+        with self._recording:
+            self._recorder.received()
+            self._recorder.failed(error, ns)
+
+    def spoiled(self, response: InferenceResponse) -> None:
+        """Count as failed what the executor has counted as success: its client got an error in place of it."""
+        with self._recording:
+            self._recorder.spoiled(response.durations)
+
     def statistics(self) -> ModelStatistics:
-        return self.executor.statistics()
+        """Of this version since it was loaded: every request for it that came, refused ones included."""
+        with self._recording:  # first: what is spoiled was a success before
+            own = self._recorder.copy()
+        return merged(self.executor.statistics(), own)
 
     def retire(self, timeout: float) -> None:
         """Take no more requests, answer those that were taken for at most ``timeout`` seconds, release the model."""

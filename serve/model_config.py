@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -34,6 +33,7 @@ _CONTROLS = {
     "CONTROL_SEQUENCE_CORRID": "CORRID",
 }
 _MAX_CONFIG = 1 << 20
+_NO_BATCH = -(1 << 31)
 
 
 def parse(text: str, where: str) -> ModelConfig:
@@ -296,8 +296,11 @@ def _sequence(config: ModelConfig) -> SequenceBatching | None:
 
 
 def gives_batch(text: str) -> bool:
-    """Whether a ``config.pbtxt`` says ``max_batch_size`` itself."""
-    return re.search(r"(?m)^\s*max_batch_size\s*:", text) is not None
+    """Whether a ``config.pbtxt`` that can be read says ``max_batch_size`` itself, be it 0."""
+    config = proto.message("ModelConfig")()
+    # Of a field that comes twice the last counts: only where the file has none is it the number before it.
+    text_format.Merge(f"max_batch_size: {_NO_BATCH}\n{text}", config, descriptor_pool=proto.POOL)
+    return bool(config.max_batch_size != _NO_BATCH)
 
 
 def _one_line(error: object) -> str:

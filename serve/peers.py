@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
     from accel.serve.server import InferenceServer
 
 log = logging.getLogger("accel.serve")
+
+# Seconds that a process has to answer the others; to load a model takes longer. Of one that was silent once less is
+# expected until it answers again, so that nothing that needs them all waits long each time.
+_PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
 
 Row = tuple[str, str, ModelStatistics]
 
@@ -54,6 +61,7 @@ class Peers:
         self._folder: Path | None = None
         self._index, self._count, self._key = 0, 1, b""
         self._listener: Listener | None = None
+        self._silent: set[int] = set()
         # What was commanded so far, for a process that comes later: overridden configs by model.
         self._overrides: dict[str, str] = {}
 
@@ -62,7 +70,7 @@ class Peers:
         self._folder, self._index, self._count, self._key = folder, index, count, key
         path = folder / f"{index}.sock"
         path.unlink(missing_ok=True)
-        self._listener = Listener(str(path), family="AF_UNIX", backlog=64, authkey=key)
+        self._listener = Listener(str(path), family="AF_UNIX", backlog=64)
         threading.Thread(target=self._accept, name="accel-peers", daemon=True).start()
 
     def everywhere(self, what: str, *arguments: Any) -> None:
@@ -122,18 +130,31 @@ class Peers:
         return [*commands, ("log_settings", (logging_changes,))]
 
     def _ask(self, *request: Any) -> Iterator[tuple[int, Any]]:
-        """What each of the others answers. One that isn't there (it is being started again) is left out."""
+        """What each of the others answers. One that isn't there (it is being started again) is left out; one that is
+        there and says nothing answers with an error."""
         for index in range(self._count):
             if index == self._index or self._folder is None:
                 continue
-            path = str(self._folder / f"{index}.sock")
             try:
-                with Client(path, family="AF_UNIX", authkey=self._key) as connection:
-                    connection.send(request)
-                    answer = connection.recv()
+                answer = self._ask_one(index, request)
+            except (TimeoutError, BlockingIOError):
+                self._silent.add(index)
+                log.error("a process doesn't answer the others", extra={"index": index, "asked": request[0]})
+                yield index, ("error", Code.UNAVAILABLE.name, "it doesn't answer")
+                continue
             except (OSError, EOFError):
                 continue
+            self._silent.discard(index)
             yield index, answer
+
+    def _ask_one(self, index: int, request: tuple[Any, ...]) -> Any:
+        patience = _SILENT_PATIENCE if index in self._silent else _PATIENCE
+        assert self._folder is not None
+        with _connect(str(self._folder / f"{index}.sock"), self._key, patience) as connection:
+            connection.send(request)
+            if not connection.poll(_LOAD_PATIENCE if request[:2] == ("apply", "load") else patience):
+                raise TimeoutError
+            return connection.recv()
 
     def _accept(self) -> None:
         listener = self._listener
@@ -143,13 +164,17 @@ class Peers:
                 connection = listener.accept()
             except (OSError, EOFError):
                 continue
-            except Exception:  # a stranger without the key
-                log.warning("a connection between processes was refused")
-                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         with connection, contextlib.suppress(OSError, EOFError):
+            _limit(connection, _PATIENCE)
+            try:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+            except Exception:  # a stranger without the key, or one that says nothing
+                log.warning("a connection between processes was refused")
+                return
             kind, *arguments = connection.recv()
             try:
                 connection.send(("done", self._do(kind, arguments)))
@@ -172,3 +197,32 @@ class Peers:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+
+
+def _connect(path: str, key: bytes, patience: float) -> Connection:
+    """As ``multiprocessing.connection.Client``; ``TimeoutError`` where a step takes more than ``patience`` seconds."""
+    with socket.socket(socket.AF_UNIX) as made:
+        _limit(made, patience)
+        try:
+            made.connect(path)
+        except BlockingIOError:  # it accepts nobody, and the line before it is full
+            raise TimeoutError from None
+        connection = Connection(made.detach())
+    try:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except BlockingIOError:
+        connection.close()
+        raise TimeoutError from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _limit(connection: Connection | socket.socket, seconds: float) -> None:
+    """Let no single read or write take longer; it raises ``BlockingIOError`` then."""
+    given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, given)

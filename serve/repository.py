@@ -83,6 +83,7 @@ class Repository:
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
         self.started = False
+        self.changed: Callable[[], None] = lambda: None  # called when what serves, or is broken, may be another
 
     # Looking up
 
@@ -179,6 +180,7 @@ class Repository:
             except ServeError as error:
                 log.error("model not loaded", extra={"model": name, "reason": str(error)})
         self.started = True
+        self.changed()
         if self.mode == "poll":
             self._poller = threading.Thread(target=self._poll, name="accel-poll", daemon=True)
             self._poller.start()
@@ -219,14 +221,29 @@ class Repository:
         for one, reason in failed.items():
             log.error("model not fetched", extra={"model": one, "reason": reason})
 
-    def unload(self, name: str) -> None:
-        """Stop serving a model by command."""
+    def steps_of(self, name: str) -> list[str]:
+        """The models that an ensemble that serves is made of, and those that these are made of."""
+        found: dict[str, None] = {}
+        left = [name]
+        while left:
+            for model in self.versions(left.pop()):
+                new = [step.model_name for step in model.config.ensemble_scheduling.step]
+                left += [one for one in new if one not in found and one != name]
+                found |= dict.fromkeys(new)
+        return [one for one in found if one != name]
+
+    def unload(self, name: str, dependents: bool = False) -> None:
+        """Stop serving a model by command; with ``dependents`` also the steps of an ensemble."""
         self._explicit()
+        steps = self.steps_of(name) if dependents else []
         if name not in self._entries:
             if not valid_name(name) or not (self.root / name).is_dir():
                 raise ServeError(Code.NOT_FOUND, f"failed to unload '{name[:256]}', unknown model")
             return
         self._unload(name)
+        for step in steps:
+            if step in self._entries:
+                self._unload(step)
 
     def _explicit(self) -> None:
         if self.mode != "explicit":
@@ -242,7 +259,8 @@ class Repository:
         if not folder.path.is_dir():
             raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")
         with self._control:
-            entry = self._entries.setdefault(name, _Entry())
+            with self._lock:  # others look through the entries
+                entry = self._entries.setdefault(name, _Entry())
             entry.loading = True
             try:
                 self._swap(name, entry, folder, override)
@@ -293,6 +311,7 @@ class Repository:
         for version, model in old.items():
             if versions.get(version) is not model:
                 self._retire(model, self.drain)
+        self.changed()
 
     def _retire(self, model: ServedModel, timeout: float) -> None:
         def end() -> None:

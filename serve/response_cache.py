@@ -135,7 +135,11 @@ class CachingExecutor:
         hit = _Hit(Durations(total=looked_up))
         with self._lock:
             self._recorder.found(looked_up)
-        answer(InferenceResponse(model=self.name, version=self.version, id=request.id, outputs=outputs))
+        answer(
+            InferenceResponse(
+                model=self.name, version=self.version, id=request.id, outputs=outputs, durations=hit.durations
+            )
+        )
         return hit
 
     def _keeping(self, key: Key, looked_up: int, answer: Answer) -> Answer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from accel.serve.access import Access
 from accel.serve.calls import make_reply, read_request
 from accel.serve.inference import (
     Code,
+    InferenceRequest,
     InferenceResponse,
     ModelStatistics,
     Parameter,
@@ -72,8 +74,8 @@ class InferenceServer:
         max_waiting: int = 0,
         tracing: Tracing | None = None,
     ) -> None:
-        """``max_waiting``: requests that may be under way in each model, so that one that hangs doesn't hold every
-        thread of the transport; 0 is unbounded."""
+        """``max_waiting``: threads of the transport that may wait for each model, so that one that hangs doesn't hold
+        them all; 0 is unbounded. Requests that hold no thread are bounded by the models' queues."""
         self.repository = repository
         self.access = access or Access()
         self.memory = SharedMemory()
@@ -81,6 +83,8 @@ class InferenceServer:
         self.trace, self.logging = tracing.settings if tracing else TraceSettings(), LogSettings()
         self.peers = Peers(self)
         self._strict = strict_readiness
+        self._watchers: list[Callable[[], None]] = []
+        repository.changed = self._changed
         self._max_waiting = max_waiting
         self._draining = False
         self._lock = threading.Condition()
@@ -103,6 +107,17 @@ class InferenceServer:
         if self._draining or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
+
+    def on_change(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher``, on any thread, whenever ``healthy`` may have changed."""
+        self._watchers.append(watcher)
+
+    def _changed(self) -> None:
+        for watcher in self._watchers:
+            try:
+                watcher()
+            except Exception:
+                log.exception("whoever watches the server's health could not be told")
 
     def metadata(self, token: str | None = None) -> tuple[str, str, tuple[str, ...]]:
         """Name, version, extensions."""
@@ -157,29 +172,48 @@ class InferenceServer:
 
     def _infer(self, call: InferCall, reply: Reply) -> Ticket:
         self.access.check(call.token, model=call.model)
-        if self._draining:
-            raise ServeError(
-                Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new requests"
-            )
-        self._enter(call.model)
+        arrived = time.monotonic_ns()
         try:
-            while True:
-                model = self.repository.get(call.model, call.version)
-                if call.single and model.scheduling.decoupled:
-                    raise ServeError(
-                        Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
-                    )
-                try:
-                    return model.submit(read_request(model, call, self.memory), self._answer(model, call, reply))
-                except Retired:
-                    continue  # a newer one is in its place
+            model = self._find(call)
+            try:
+                self._enter(call)
+            except ServeError as error:
+                model.refused(error, time.monotonic_ns() - arrived)
+                raise
+            try:
+                while True:
+                    request = self._read(model, call, arrived)
+                    try:
+                        return model.submit(request, self._answer(model, call, reply))
+                    except Retired:
+                        model = self._find(call)  # a newer one is in its place
+            except BaseException:
+                self._leave(call)
+                raise
         except ServeError as error:
-            self._leave(call.model)
             where = call.id or "<id_unknown>"
             text = str(error) if error.code is not Code.INVALID_ARGUMENT else f"[request id: {where}] {error}"
             raise ServeError(error.code, text) from None
-        except BaseException:
-            self._leave(call.model)
+
+    def _find(self, call: InferCall) -> ServedModel:
+        try:
+            return self.repository.get(call.model, call.version)
+        except ServeError:
+            if self._draining:
+                raise _stopping() from None
+            raise
+
+    def _read(self, model: ServedModel, call: InferCall, arrived: int) -> InferenceRequest:
+        """The request; one that is none is the model's failure in the statistics, as in the executor."""
+        try:
+            if call.single and model.scheduling.decoupled:
+                raise ServeError(
+                    Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
+                )
+            return read_request(model, call, self.memory)
+        except Exception as error:
+            refused = error if isinstance(error, ServeError) else ServeError(Code.INTERNAL, str(error))
+            model.refused(refused, time.monotonic_ns() - arrived)
             raise
 
     def is_decoupled(self, name: str, version: str = "") -> bool:
@@ -190,7 +224,10 @@ class InferenceServer:
             return False
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
+        spoiled = False  # the model gave a response of which no reply could be made
+
         def answer(found: InferenceResponse | ServeError) -> None:
+            nonlocal spoiled
             made: InferReply | ServeError
             final = isinstance(found, ServeError) or found.final
             try:
@@ -200,29 +237,37 @@ class InferenceServer:
             except Exception as error:
                 log.exception("a response could not be made", extra={"model": model.name})
                 made = ServeError(Code.INTERNAL, f"the response of model '{model.name}' could not be made: {error}")
+            spoiled = spoiled or isinstance(made, ServeError)
             if final:
-                self._leave(call.model)
+                if spoiled and isinstance(found, InferenceResponse):
+                    model.spoiled(found)
+                self._leave(call)
             reply(made)
 
         return answer
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, call: InferCall) -> None:
+        name = call.model
         with self._lock:
-            count = self._waiting.get(name, 0)
-            if self._max_waiting and count >= self._max_waiting:
-                raise ServeError(
-                    Code.UNAVAILABLE, f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}'"
-                )
-            self._waiting[name] = count + 1
+            if self._draining:
+                raise _stopping()
+            if call.holds_thread:
+                count = self._waiting.get(name, 0)
+                if self._max_waiting and count >= self._max_waiting:
+                    raise ServeError(
+                        Code.UNAVAILABLE, f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}'"
+                    )
+                self._waiting[name] = count + 1
             self._under_way += 1
 
-    def _leave(self, name: str) -> None:
+    def _leave(self, call: InferCall) -> None:
         with self._lock:
             self._under_way -= 1
-            if self._waiting[name] == 1:
-                del self._waiting[name]
-            else:
-                self._waiting[name] -= 1
+            if call.holds_thread:
+                if self._waiting[call.model] == 1:
+                    del self._waiting[call.model]
+                else:
+                    self._waiting[call.model] -= 1
             if not self._under_way:
                 self._lock.notify_all()
 
@@ -243,9 +288,15 @@ class InferenceServer:
             )
         self.peers.everywhere("load", name, text)
 
-    def unload(self, name: str, token: str | None = None) -> None:
+    def unload(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
+        """``parameters``: ``unload_dependents``, whether an ensemble takes its steps with it."""
         self.access.check(token, model=name, control=True)
-        self.peers.everywhere("unload", name)
+        dependents = (parameters or {}).get("unload_dependents", False)
+        if not isinstance(dependents, bool):
+            raise ServeError(Code.INVALID_ARGUMENT, "unload_dependents has to be a boolean")
+        for step in self.repository.steps_of(name) if dependents else ():
+            self.access.check(token, model=step, control=True)
+        self.peers.everywhere("unload", name, dependents)
 
     def register_memory(self, name: str, key: str, offset: int, byte_size: int, token: str | None = None) -> None:
         self.access.check(token, control=True)
@@ -304,6 +355,7 @@ class InferenceServer:
     def drain(self, timeout: float) -> bool:
         """Take nothing new; True once everything that was taken is answered, False after ``timeout`` seconds."""
         self._draining = True
+        self._changed()
         with self._lock:
             return self._lock.wait_for(lambda: not self._under_way, timeout)
 
@@ -325,3 +377,7 @@ class InferenceServer:
     def under_way(self) -> int:
         """Requests taken and not answered."""
         return self._under_way
+
+
+def _stopping() -> ServeError:
+    return ServeError(Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new requests")

@@ -1,18 +1,21 @@
 """System shared memory: regions of POSIX shared memory that clients put their tensors into.
 
-A region is opened when it is registered and mapped once; every slice of it is checked against its size, and its file
-against having been cut short since (touching a page that is gone would end the process).
+A region is opened when it is registered; every slice of it is checked against its size. It is read and written by
+system calls and not mapped: a client can cut its memory short at any time, and touching a page that is gone would end
+the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from accel.serve.inference import Code, ServeError
 from accel.serve.transport import Slice
@@ -31,12 +34,9 @@ class Region:
     offset: int
     byte_size: int
     file: int
-    map: mmap.mmap
 
     def close(self) -> None:
         os.close(self.file)
-        with contextlib.suppress(BufferError):  # a request still looks at it: the map goes when the last view does
-            self.map.close()
 
 
 class SharedMemory:
@@ -47,7 +47,7 @@ class SharedMemory:
         self._lock = threading.Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Map ``byte_size`` bytes at ``offset`` of the object ``key`` under ``name``.
+        """Take ``byte_size`` bytes at ``offset`` of the object ``key`` under ``name``.
 
         ``ALREADY_EXISTS`` for a name that is taken, ``NOT_FOUND`` for an object that isn't there,
         ``INVALID_ARGUMENT`` where it is smaller or ``key`` is no name of one.
@@ -80,8 +80,29 @@ class SharedMemory:
                 return list(self._regions.values())
             return [self._find(name)]
 
-    def view(self, part: Slice) -> memoryview:
-        """The bytes of a slice, where they are. ``NOT_FOUND`` or ``INVALID_ARGUMENT`` where there are no such."""
+    def read(self, part: Slice) -> memoryview:
+        """A copy of the bytes of a slice. ``NOT_FOUND`` or ``INVALID_ARGUMENT`` where there are no such."""
+        with self._opened(part) as (file, start):
+            found = memoryview(np.empty(part.byte_size, dtype=np.uint8))  # type: ignore[arg-type]
+            at = 0
+            while at < part.byte_size:  # one call moves 2 GiB at most
+                count = os.preadv(file, [found[at:]], start + at)
+                if count == 0:
+                    raise _cut_short(part)
+                at += count
+        return found
+
+    def write(self, part: Slice, body: bytes | bytearray | memoryview) -> None:
+        """Put ``body``, which isn't longer than the slice, at its begin. Errors as ``read``."""
+        with self._opened(part) as (file, start):
+            left = memoryview(body).cast("B")
+            while left:
+                count = os.pwrite(file, left, start)
+                left, start = left[count:], start + count
+
+    @contextlib.contextmanager
+    def _opened(self, part: Slice) -> Iterator[tuple[int, int]]:
+        """File and position of a slice. The file is one of its own: the region may be dropped meanwhile."""
         with self._lock:
             region = self._find(part.region)
             if part.offset < 0 or part.byte_size < 0 or part.offset + part.byte_size > region.byte_size:
@@ -90,17 +111,26 @@ class SharedMemory:
                     f"Invalid offset + byte size for shared memory region: '{part.region}'",
                 )
             if os.fstat(region.file).st_size < region.offset + region.byte_size:
-                raise ServeError(
-                    Code.INVALID_ARGUMENT, f"the shared memory behind region '{part.region}' was made smaller"
-                )
-            start = region.offset + part.offset
-            return memoryview(region.map)[start : start + part.byte_size]
+                raise _cut_short(part)
+            file = os.dup(region.file)
+        try:
+            yield file, region.offset + part.offset
+        except (OSError, MemoryError) as error:
+            raise ServeError(
+                Code.UNAVAILABLE, f"shared memory region '{part.region}' can't be read or written: {error}"
+            ) from None
+        finally:
+            os.close(file)
 
     def _find(self, name: str) -> Region:
         found = self._regions.get(name)
         if found is None:
             raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
         return found
+
+
+def _cut_short(part: Slice) -> ServeError:
+    return ServeError(Code.INVALID_ARGUMENT, f"the shared memory behind region '{part.region}' was made smaller")
 
 
 def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
@@ -118,10 +148,7 @@ def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
                 f"failed to register shared memory region '{name}': '{key}' has {size} bytes, "
                 f"offset {offset} and byte_size {byte_size} need {offset + byte_size}",
             )
-        mapped = mmap.mmap(file, offset + byte_size)
-    except BaseException as error:
+    except BaseException:
         os.close(file)
-        if isinstance(error, OSError | ValueError):
-            raise ServeError(Code.INVALID_ARGUMENT, f"can't map shared memory '{key}': {error}") from None
         raise
-    return Region(name, key, offset, byte_size, file, mapped)
+    return Region(name, key, offset, byte_size, file)

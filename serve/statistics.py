@@ -48,6 +48,14 @@ class Recorder:
         if error.code is Code.CANCELLED:
             self.figures.cancel.add(ns)
 
+    def spoiled(self, durations: Durations | None) -> None:
+        """One request that was counted as success, elsewhere and with these ``durations``, has failed after all."""
+        total = 0 if durations is None else durations.total
+        self.figures.success.add(-total, -1)
+        self.figures.fail.add(total)
+        if durations is not None:
+            self.figures.request_times.add(total, -1)
+
     def executed(self, rows: int, durations: Durations, padded: int = 0, real: int = 0) -> None:
         """The model was run once for ``rows`` rows with that many padding and real tokens."""
         figures = self.figures

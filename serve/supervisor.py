@@ -27,16 +27,21 @@ from accel.serve.options import ServeOptions
 
 log = logging.getLogger("accel.serve")
 
-# So often in a row ended before it served, and nothing will help.
+# So often in a row ended before any of them served, and nothing will help.
 _ATTEMPTS = 5
+_LONGEST_PAUSE = 10.0
 
 
 @dataclass
 class _Running:
+    """``again``: it died, and at this time (of ``time.monotonic()``) another is started in its place."""
+
     process: subprocess.Popen[str]
+    listener: threading.Thread | None = None
     failures: int = 0
     ready: bool = False
     reason: str = ""
+    again: float | None = None
 
 
 class Supervisor:
@@ -53,6 +58,7 @@ class Supervisor:
             self.options = replace(self.options, threads=max(1, len(cores) // count))
         self._key = secrets.token_bytes(32)
         self._running: dict[int, _Running] = {}
+        self._served = False  # one of them has
         self._stop = threading.Event()
 
     def _with_ports(self, options: ServeOptions) -> ServeOptions:
@@ -111,26 +117,34 @@ class Supervisor:
                 pids = [running.process.pid for running in self._running.values()]
                 log.info("all processes serve", extra={"ports": ports, "processes": pids})
             for index, running in self._running.items():
+                self._served = self._served or running.ready
                 code = running.process.poll()
                 if code is None:
                     continue
-                self._died(index, running, code)
-                again = self._begin(folder, index)
-                again.failures = running.failures
-                self._running[index] = again
+                if running.again is None:
+                    running.again = time.monotonic() + self._died(index, running, code)
+                if time.monotonic() >= running.again:
+                    again = self._begin(folder, index)
+                    again.failures = running.failures
+                    self._running[index] = again
 
-    def _died(self, index: int, running: _Running, code: int) -> None:
-        """Log it; give up where it never gets as far as serving. One that did may crash as often as it will."""
+    def _died(self, index: int, running: _Running, code: int) -> float:
+        """Log it; the seconds until another is started. ``BadRepository`` where none gets as far as serving. Once one
+        has, the others don't end because of this one: what it lacks may come back."""
+        if running.listener is not None:
+            running.listener.join(5)  # what it said last
+        self._served = self._served or running.ready
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if not running.ready and running.reason:
+        if not self._served and running.reason:
             raise BadRepository(running.reason)
         running.failures = 0 if running.ready else running.failures + 1
-        log.error(
-            "a process died and is started again", extra={"index": index, "pid": running.process.pid, "died": died}
-        )
-        if running.failures >= _ATTEMPTS:
+        said: dict[str, object] = {"index": index, "pid": running.process.pid, "died": died}
+        if running.reason:
+            said["reason"] = running.reason
+        log.error("a process died and is started again", extra=said)
+        if not self._served and running.failures >= _ATTEMPTS:
             raise BadRepository(f"a serving process died {running.failures} times in a row ({died}); see the log above")
-        self._stop.wait(min(2.0, 0.1 * 2**running.failures) if running.failures > 1 else 0)
+        return min(_LONGEST_PAUSE, 0.1 * 2 ** min(running.failures, 16)) if running.failures > 1 else 0.0
 
     def _begin(self, folder: Path, index: int) -> _Running:
         cores = self._cores[index]
@@ -157,7 +171,8 @@ class Supervisor:
             process.stdin.write(json.dumps(body) + "\n")
             process.stdin.flush()
         running = _Running(process)
-        threading.Thread(target=self._listen, args=(running,), daemon=True).start()
+        running.listener = threading.Thread(target=self._listen, args=(running,), daemon=True)
+        running.listener.start()
         return running
 
     @staticmethod

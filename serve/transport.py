@@ -51,8 +51,9 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 class InferCall:
     """One request for inference. ``outputs`` None is all of them. ``deadline``: seconds on ``time.monotonic()``'s clock
     after which nobody waits. ``token``: the bearer token it came with. ``single``: one response is all there can be.
-    ``binary``: how the transport gives back outputs that weren't asked for by name. ``trace``: the
-    ``TRACE_HEADERS`` that it came with; looked for where the server traces."""
+    ``holds_thread``: one of the transport's waits for the reply. ``binary``: how the transport gives back outputs that
+    weren't asked for by name. ``trace``: the ``TRACE_HEADERS`` that it came with; looked for where the server
+    traces."""
 
     model: str
     version: str = ""
@@ -64,6 +65,7 @@ class InferCall:
     token: str | None = None
     single: bool = True
     binary: bool = False
+    holds_thread: bool = False
     trace: Mapping[str, str] | None = None
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import tritonclient.http as triton_http
 from onnx_builder import artifact, node
 from serving import FLOAT, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
-
-pytest.importorskip("accel.serve.ensemble", reason="the executor of ensembles is a part of its own")
 
 CONFIG = """
 max_batch_size: 8
@@ -57,3 +56,24 @@ def test_an_ensemble(models: Path, start: Start) -> None:
         with pytest.raises(InferenceServerException, match="relu"):
             client.infer("both", [given])
         assert client.get_inference_statistics("both").model_stats[0].inference_stats.success.count == 2
+
+
+@pytest.mark.parametrize("face", ["grpc", "http"])
+def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
+    """Fails if the steps go with an ensemble unasked, or stay where they are to go, or other models go."""
+    linear(models / "other" / "1")
+    process = start(models, mode="explicit", models=("*",), http_port=0)
+    module = triton if face == "grpc" else triton_http
+    with module.InferenceServerClient(f"127.0.0.1:{process.ports[face]}") as client:
+
+        def loaded() -> set[str]:
+            return {name for name in ("both", "linear", "relu", "other") if client.is_model_ready(name)}
+
+        client.unload_model("both")
+        assert loaded() == {"linear", "relu", "other"}
+        client.load_model("both")
+        client.unload_model("linear", unload_dependents=True)  # it has no steps
+        assert loaded() == {"both", "relu", "other"}
+        client.load_model("linear")
+        client.unload_model("both", unload_dependents=True)
+        assert loaded() == {"other"}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 import shutil
 import socket
 import threading
 import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,8 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from serving import WEIGHTS, Start, linear
+import tritonclient.utils.shared_memory as shm
+from serving import WEIGHTS, Start, linear, plain
 from tritonclient.utils import InferenceServerException
 
 from accel.serve import loading, proto
@@ -26,10 +32,12 @@ class Faulty:
 
     def __init__(self, session: Any, released: threading.Event, running: threading.Semaphore) -> None:
         self._session, self._released, self._running = session, released, running
+        self.sizes: list[int] = []
         self.signature = session.signature
 
     def run(self, feeds: Any) -> Any:
         mark = feeds["x"].flat[0]
+        self.sizes.append(len(feeds["x"]))
         if mark == 1:
             raise RuntimeError("the runtime gave up")
         if mark == 2:
@@ -49,16 +57,20 @@ def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any
     """A server with ``bad``, whose session is faulty, and ``good``."""
     released, running = threading.Event(), threading.Semaphore(0)
     real = loading.open_session
+    sessions: list[Faulty] = []
 
     def opened(artifact: Any, *arguments: Any) -> Any:
         session = real(artifact, *arguments)
-        return Faulty(session, released, running) if "bad" in artifact.path.parts else session
+        if "bad" not in artifact.path.parts:
+            return session
+        sessions.append(Faulty(session, released, running))
+        return sessions[-1]
 
     monkeypatch.setattr(loading, "open_session", opened)
     for name in ("bad", "good"):
         linear(tmp_path / "models" / name / "1")
-    process = start(tmp_path / "models", mode="explicit", models=("*",), max_message=1 << 20)
-    process.released, process.running = released, running
+    process = start(tmp_path / "models", mode="explicit", models=("*",), max_message=1 << 20, http_port=0)
+    process.released, process.running, process.sessions = released, running, sessions
     yield process
     released.set()
 
@@ -74,6 +86,14 @@ def ask(client: Any, name: str, mark: float = 0, **options: Any) -> np.ndarray:
 
 def client_of(process: Any) -> Any:
     return triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}")
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for it, at most a minute."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def idle(process: Any) -> bool:
@@ -120,10 +140,38 @@ def test_a_session_that_hangs(faulty: Any) -> None:
             ask(client, "bad", 3, client_timeout=10)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert time.monotonic() - began < 5
+        assert faulty.server.repository.get("bad").statistics().fail.count == 1  # what is shed is counted
         faulty.released.set()
         assert [answers.get(timeout=30)[1] for _ in hung] == [None] * 14
         assert idle(faulty)
         ask(client, "bad", 3)
+
+
+def test_shared_memory_that_goes_while_its_request_waits(faulty: Any) -> None:
+    """Fails if the server looks at memory that a client has cut off: that would be the end of the process."""
+    key = f"/accel-test-{uuid.uuid4().hex[:8]}"
+    handle = shm.create_shared_memory_region(key[1:], key, 4096)
+    x = np.full((1, 4), 3, dtype=np.float32)
+    shm.set_shared_memory_region(handle, [x])
+    answers: queue.Queue[Any] = queue.Queue()
+    try:
+        with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:
+            client.register_system_shared_memory("r", key, 4096)
+            first = pool.submit(ask, client, "bad", 2)
+            assert faulty.running.acquire(timeout=60)
+            given = triton.InferInput("x", [1, 4], "FP32")
+            given.set_shared_memory("r", 16)
+            client.async_infer("bad", [given], lambda result, error: answers.put((result, error)), client_timeout=60)
+            until(lambda: faulty.server.under_way == 2)
+            until(lambda: faulty.server.repository.get("bad").statistics().queue_depth == 1)
+            os.truncate(f"/dev/shm{key}", 0)
+            faulty.released.set()
+            first.result(60)
+            result, error = answers.get(timeout=60)
+            assert error is None
+            np.testing.assert_allclose(result.as_numpy("y"), x @ WEIGHTS, rtol=1e-5)
+    finally:
+        shm.destroy_shared_memory_region(handle)
 
 
 def test_a_deadline_that_passes(faulty: Any) -> None:
@@ -192,6 +240,49 @@ def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
             client.load_model("good")
         ask(client, "good")
         assert client.is_model_ready("good")
+
+
+def test_a_stream_of_many_requests(faulty: Any) -> None:
+    """Fails if one stream on a slow model is refused what doesn't fit into the threads instead of being slowed down,
+    takes unary calls their place, loses or reorders a response, or never gets its requests into one batch."""
+    count, answers = 600, queue.Queue[Any]()
+    with client_of_its_own(faulty) as client, client_of(faulty) as other, ThreadPoolExecutor(1) as pool:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for number in range(count):
+            x = triton.InferInput("x", [1, 4], "FP32")
+            x.set_data_from_numpy(np.full((1, 4), 2 if number == 0 else 4, dtype=np.float32))
+            client.async_stream_infer("bad", [x], request_id=str(number))
+        assert faulty.running.acquire(timeout=60)
+        until(lambda: faulty.server.under_way >= 100)
+        unary = pool.submit(ask, other, "bad", 5, client_timeout=100)
+        ask(other, "good", client_timeout=60)
+        faulty.released.set()
+        found = [answers.get(timeout=60) for _ in range(count)]
+        unary.result(100)
+    assert [error for _, error in found if error is not None] == []
+    assert [result.get_response().id for result, _ in found] == [str(number) for number in range(count)]
+    assert max(faulty.sessions[-1].sizes[2:]) == 8  # after the warm-up
+    assert idle(faulty)
+    stats = faulty.server.repository.get("bad").statistics()
+    assert (stats.received, stats.success.count, stats.fail.count) == (count + 1, count + 1, 0)
+
+
+def test_http_requests_wait_without_a_thread(faulty: Any) -> None:
+    """Fails if more HTTP requests for a slow model than there are threads are refused, though their queue has room."""
+    count = 40
+    x = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
+
+    def asked(mark: int) -> tuple[int, bytes]:
+        body = json.dumps({"inputs": [{**x, "data": [mark] * 4}]}).encode()
+        return plain(faulty, "/v2/models/bad/infer", body)
+
+    with ThreadPoolExecutor(count) as pool:
+        first = pool.submit(asked, 2)
+        assert faulty.running.acquire(timeout=60)
+        found = [pool.submit(asked, 4) for _ in range(count - 1)]
+        until(lambda: faulty.server.under_way == count or any(one.done() for one in found))
+        faulty.released.set()
+        assert {one.result(60)[0] for one in (first, *found)} == {200}
 
 
 def test_streams_have_a_bound(faulty: Any) -> None:

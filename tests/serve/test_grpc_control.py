@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from tritonclient.utils import InferenceServerException
 
 import accel
 from accel.serve import proto
+from accel.serve.inference import ServeError
+from accel.serve.process import ServingProcess
+from accel.serve.repository import Repository
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def test_model(client: Any) -> None:
 
 
 def test_statistics_add_up(client: Any) -> None:
-    """Fails if a request or a row isn't counted, or counted twice, or a refused one is."""
+    """Fails if a request or a row isn't counted, or counted twice, or a refused one is no failure."""
     for rows in (1, 2, 3):
         ask(client, rows)
     with pytest.raises(InferenceServerException):
@@ -70,10 +75,47 @@ def test_statistics_add_up(client: Any) -> None:
     stats = client.get_inference_statistics("linear").model_stats
     assert [(s.name, s.version) for s in stats] == [("linear", "1")]
     assert stats[0].inference_stats.success.count == 3
-    assert stats[0].inference_stats.fail.count == 0
+    assert stats[0].inference_stats.fail.count == 1
     assert stats[0].inference_stats.success.ns > stats[0].inference_stats.compute_infer.ns > 0
     assert stats[0].last_inference > 1.7e12
     assert {s.name for s in client.get_inference_statistics().model_stats} == {"linear", "pair"}
+
+
+def test_every_failure_is_counted(process: Any, client: Any) -> None:
+    """Fails if a request that gets an error, before its model sees it or after the model has answered, is no failure
+    in the statistics, or a success."""
+
+    def refused(x: triton.InferInput, **options: Any) -> None:
+        with pytest.raises(InferenceServerException):
+            client.infer("linear", [x], **options)
+
+    def given(name: str = "x", shape: tuple[int, ...] = (1, 4), kind: Any = np.float32) -> triton.InferInput:
+        made = triton.InferInput(name, list(shape), {np.float32: "FP32", np.int32: "INT32"}[kind])
+        made.set_data_from_numpy(np.ones(shape, kind))
+        return made
+
+    refused(given("z"))
+    refused(given(shape=(1, 5)))
+    refused(given(kind=np.int32))
+    refused(given(), outputs=[triton.InferRequestedOutput("nothing")])
+    nowhere = triton.InferInput("x", [1, 4], "FP32")
+    nowhere.set_shared_memory("nothing", 16)
+    refused(nowhere)
+    ask(client)
+    no_room = triton.InferRequestedOutput("y")
+    no_room.set_shared_memory("nothing", 12)
+    refused(given(), outputs=[no_room])  # the model runs, its response goes nowhere
+    ask(client)
+    found = process.server.repository.get("linear").statistics()
+    assert (found.received, found.success.count, found.fail.count) == (8, 2, 6)
+    assert found.inference_count == 3
+    assert sum(found.request_times.counts) == 2
+    assert min(found.request_times.counts) == 0
+    assert found.success.ns > 0
+    process.server.drain(1)
+    refused(given())
+    found = process.server.repository.get("linear").statistics()
+    assert (found.received, found.success.count, found.fail.count) == (9, 2, 7)
 
 
 def test_load_and_unload(client: Any, repository: Path) -> None:
@@ -155,6 +197,51 @@ def test_health(process: Any) -> None:
         assert stub.Check(health_pb2.HealthCheckRequest(service=proto.SERVICE)).status == status.SERVING
         process.server.drain(0.1)
         assert stub.Check(health_pb2.HealthCheckRequest()).status == status.NOT_SERVING
+
+
+def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if who watches hears that the server serves while its models load, or doesn't hear of the end of loading,
+    of a broken model where that counts, or of the drain."""
+    released = threading.Event()
+    real = Repository.start
+
+    def slowly(self: Repository) -> None:
+        assert released.wait(60)
+        real(self)
+
+    monkeypatch.setattr(Repository, "start", slowly)
+    found: queue.Queue[str] = queue.Queue()
+    names = health_pb2.HealthCheckResponse.ServingStatus
+
+    def watch(port: int) -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                for said in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120):
+                    found.put(names.Name(said.status))
+            except grpc.RpcError:
+                found.put("end")
+
+    real_listen = ServingProcess._listen
+
+    def listen(self: ServingProcess) -> None:
+        real_listen(self)
+        threading.Thread(target=watch, args=(self.ports["grpc"],), daemon=True).start()
+        found.put(found.get(timeout=60))  # the first word is there before the models load
+        released.set()
+
+    monkeypatch.setattr(ServingProcess, "_listen", listen)
+    process = start(repository, mode="explicit", models=("*",), strict_readiness=True)
+    assert [found.get(timeout=60) for _ in range(2)] == ["NOT_SERVING", "SERVING"]
+    (repository / "broken" / "1").mkdir(parents=True)
+    with pytest.raises(ServeError):
+        process.server.repository.load("broken")
+    assert found.get(timeout=60) == "NOT_SERVING"
+    process.server.repository.unload("broken")
+    assert found.get(timeout=60) == "SERVING"
+    process.server.drain(0.1)
+    assert found.get(timeout=60) == "NOT_SERVING"
+    process.stop()
+    assert found.get(timeout=60) == "end"
 
 
 def test_reflection(process: Any) -> None:

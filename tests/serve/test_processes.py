@@ -7,16 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from serving import WEIGHTS, Load, ask, client, linear, pids
+from serving import FAULTY, WEIGHTS, Load, ask, client, linear, pids
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
-    """Fails if a request that was taken is lost when the server ends, or the end isn't a clean one."""
+    """Fails if the end of a server that is asked without a pause isn't a clean one, or a client hears something else
+    than that the server ends."""
     served = serve(str(repository), "--drain", "20")
     load = Load(served.wait_for("serving")["ports"]["grpc"])
     load.more(50)
@@ -30,6 +33,23 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
         "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
         for _, text in load.errors
     ), load.errors
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_sigterm_while_requests_run(tmp_path: Path, serve: Any, processes: str) -> None:
+    """Fails if a request that was taken before SIGTERM is lost or gets anything but its answer."""
+    count = 4
+    linear(tmp_path / "bad" / "1")
+    (tmp_path / "bad" / "config.pbtxt").write_text(f"instance_group [{{ count: {count} }}]")
+    served = serve(str(tmp_path), "--processes", processes, "--drain", "60", path=FAULTY)
+    port = served.wait_for("all processes serve" if processes == "2" else "serving")["ports"]["grpc"]
+    with ThreadPoolExecutor(count) as pool, ExitStack() as stack:
+        clients = [stack.enter_context(client(port)) for _ in range(count)]
+        asked = [pool.submit(ask, made, "bad", 5.0, client_timeout=100) for made in clients]
+        served.wait_for("takes its time\n", count)
+        assert served.end() == 0
+        for one in asked:
+            np.testing.assert_allclose(one.result(100), [5 * WEIGHTS.sum(0)], rtol=1e-5)
 
 
 @pytest.fixture
@@ -52,6 +72,36 @@ def test_a_killed_process(two: Any) -> None:
     assert len(load.errors) <= 4 * 20  # those under way, and tries while the connection was made again
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert two.process.poll() is None
+
+
+def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> None:
+    """Fails if a process that can't be started again takes with it one that serves, or isn't tried until it can."""
+    tokens = tmp_path / "tokens.toml"
+    text = '[[token]]\nname = "a"\ntoken = "secret"\n'
+    tokens.write_text(text)
+    served = serve(str(repository), "--processes", "2", "--tokens", str(tokens))
+    port = served.wait_for("all processes serve")["ports"]["grpc"]
+    tokens.unlink()
+    os.kill(pids(served)[0], signal.SIGKILL)
+    died = "a process died and is started again"
+    assert served.wait_for(died)["died"] == "signal SIGKILL"
+    for count in (2, 3):  # a second try, too
+        assert "tokens.toml" in served.wait_for(died, count)["reason"]
+    for _ in range(4):
+        with client(port) as made:
+            ask(made, headers={"authorization": "Bearer secret"})
+    tokens.write_text(text)
+    served.wait_for("serving", 3)
+    assert served.end() == 0
+
+
+def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path) -> None:
+    """Fails if a server whose processes can't start at all tries for ever or doesn't say why."""
+    (tmp_path / "tokens.toml").write_text("[[token")
+    served = serve(str(repository), "--processes", "2", "--tokens", str(tmp_path / "tokens.toml"))
+    assert served.process.wait(60) == 2
+    served.wait_for("end of log")
+    assert any("can't read the tokens" in line["message"] for line in served.log), served.log
 
 
 def test_commands_reach_every_process(two: Any, repository: Path) -> None:

@@ -81,6 +81,29 @@ def test_a_model_without_a_batch(tmp_path: Path, opened: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "batches"),
+    [
+        ("", True),
+        ("max_batch_size: 0", False),
+        ('name: "linear" max_batch_size: 0', False),
+        ('name: "linear", max_batch_size : 0;', False),
+        ("# max_batch_size: 0", True),
+        ('parameters { key: "a" value { string_value: "\\nmax_batch_size: 0" } }', True),
+    ],
+)
+def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, batches: bool) -> None:
+    """Fails if batching is switched on against the config's own words, or off by what only looks like them."""
+    linear(tmp_path / "linear" / "1")
+    (tmp_path / "linear" / "config.pbtxt").write_text(config)
+    found = opened(tmp_path).index()
+    if batches:
+        assert opened(tmp_path).get("linear").config.max_batch_size == 8
+    else:
+        assert found[0].state == "READY", found
+        assert opened(tmp_path).get("linear").config.max_batch_size == 0
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         ("max_batch_size: oops", "can't read linear/config.pbtxt"),
@@ -241,6 +264,31 @@ def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) ->
     repository.load("linear")
     assert scale(repository) == 2
     assert [model.version for model in repository.versions("linear")] == ["2"]
+
+
+def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
+    """Fails if a model that is loaded for the first time breaks the probe that looks through the models."""
+    linear(tmp_path / "linear" / "1")
+    repository = opened(tmp_path, mode="explicit")
+    (tmp_path / "broken" / "1").mkdir(parents=True)
+    with pytest.raises(ServeError):
+        repository.load("broken")
+    loading = threading.Thread(target=repository.load, args=("linear",))
+
+    class Reasons(dict[str, str]):
+        """Begins a load while it is looked at, and gives it some time."""
+
+        def values(self) -> Any:
+            if loading.ident is None:
+                loading.start()
+                loading.join(1)
+            return super().values()
+
+    entry = repository._entries["broken"]
+    entry.failed = Reasons(entry.failed)
+    assert repository.broken() == ["broken"]
+    loading.join(60)
+    assert repository.loaded() == ["linear"]
 
 
 def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:

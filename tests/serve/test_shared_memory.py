@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 import tritonclient.utils.shared_memory as shm
-from serving import WEIGHTS, Start
+from serving import WEIGHTS, Start, plain
 from tritonclient.utils import InferenceServerException
 
 from accel.serve.inference import Code, ServeError
@@ -70,7 +71,8 @@ def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: st
     ("size", "offset", "out_size", "code", "says"),
     [
         (32, 1000, 24, "INVALID_ARGUMENT", "Invalid offset + byte size"),
-        (32, 2**63, 24, "INVALID_ARGUMENT", ""),
+        (32, 2**63 - 1, 24, "INVALID_ARGUMENT", "Invalid offset + byte size"),
+        (32, -1, 24, "INVALID_ARGUMENT", "Invalid offset + byte size"),
         (16, 0, 24, "INVALID_ARGUMENT", "Expected 32, got 16"),
         (32, 0, 20, "INVALID_ARGUMENT", "should be at least 24 bytes"),
     ],
@@ -83,16 +85,25 @@ def test_slices_that_do_not_fit(
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
         client.register_system_shared_memory("r", key, 1024)
         given = triton.InferInput("x", [2, 4], "FP32")
-        try:
-            given.set_shared_memory("r", size, offset=offset)
-        except ValueError:  # beyond what the protocol's int64 can say
-            return
+        given.set_shared_memory("r", size, offset=offset)
         asked = triton.InferRequestedOutput("y")
         asked.set_shared_memory("r", out_size)
         with pytest.raises(InferenceServerException) as caught:
             client.infer("linear", [given], outputs=[asked])
         assert caught.value.status() == f"StatusCode.{code}"
         assert says in caught.value.message()
+
+
+def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
+    """Fails if an offset that only JSON can say reaches the memory, or is more than a bad request."""
+    key, _ = region(1024)
+    with triton_http.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
+        client.register_system_shared_memory("r", key, 1024)
+    for offset in (2**63, 2**64, 2**200, -(2**63)):
+        parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 32, "shared_memory_offset": offset}
+        body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "parameters": parameters}]}
+        status, said = plain(process, "/v2/models/linear/infer", json.dumps(body).encode())
+        assert (status, "offset" in said.decode()) == (400, True), said
 
 
 def test_registering(region: Any) -> None:
@@ -134,11 +145,15 @@ def test_links_are_not_followed(region: Any, tmp_path: Path) -> None:
 
 def test_memory_that_was_made_smaller(region: Any) -> None:
     """Fails if pages that are gone are touched: that would end the process."""
-    key, _ = region(8192)
+    key, handle = region(8192)
     memory = SharedMemory()
     memory.register("a", key, 0, 8192)
-    assert len(memory.view(Slice("a", 8192))) == 8192
+    shm.set_shared_memory_region(handle, [np.full(8192, 7, np.uint8)])
+    found = memory.read(Slice("a", 8192))
     os.truncate(f"/dev/shm{key}", 4096)
+    assert bytes(found) == bytes([7]) * 8192  # what was read stays
     with pytest.raises(ServeError, match="made smaller"):
-        memory.view(Slice("a", 10))
+        memory.read(Slice("a", 10))
+    with pytest.raises(ServeError, match="made smaller"):
+        memory.write(Slice("a", 10), b"x")
     memory.unregister()

@@ -202,8 +202,7 @@ def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
             graph = [node("Relu", "x", "z")]
             artifact(repository / name / "1" / "model.onnx", graph, {"x": (FLOAT, shape)}, {"z": (FLOAT, shape)})
     server = traced()
-    if not server.grpc.is_model_ready("both"):  # it was tried before its steps
-        server.grpc.load_model("both")
+    assert server.grpc.is_model_ready("both")
     server.grpc.infer("both", given(name="image"), headers=dict(PARENT))
     spans = server.spans(1)
     (root,) = [s for s in spans if s.name == "InferRequest"]

@@ -1,10 +1,11 @@
 """Python reads this first in every process of a server that is started with this folder on its path: in models under
-``bad`` the first number of the input decides what happens. 1 raises, 2 says so and hangs, 3 reads where nothing is."""
+``bad`` the first number of the input decides what happens. 1 raises, 2 says so and hangs, 3 reads where nothing is,
+5 says so and takes its time."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ from typing import Any
 from accel.runtimes import base
 
 _open = base.open_session
+
+
+def say(text: str) -> None:
+    """A line of its own: in one piece, as several may be said at once."""
+    os.write(2, f"{text}\n".encode())
 
 
 class Faulty:
@@ -23,10 +29,13 @@ class Faulty:
         if mark == 1:
             raise RuntimeError("the runtime gave up")
         if mark == 2:
-            print("hangs", file=sys.stderr, flush=True)
+            say("hangs")
             time.sleep(600)
         if mark == 3:
             ctypes.string_at(0)
+        if mark == 5:
+            say("takes its time")
+            time.sleep(3)
         return self._session.run(feeds)
 
     def __getattr__(self, name: str) -> Any:
