@@ -158,7 +158,7 @@ def why(
     native: Collection[str] | None = None,
 ) -> str:
     """One sentence: what would run and why. ``native``: the GEMMs of the library (None: of the one that is built)."""
-    names = native_names() if native is None else native
+    names = native_names(capability) if native is None else native
     return str(choose(spec, capability, tma_layout=tma_layout, triton_installed=has_triton(), native=names))
 
 
@@ -213,12 +213,13 @@ def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
 def choose_for(spec: GemmSpec | ConvSpec, a: torch.Tensor, b: torch.Tensor) -> Choice:
     if not a.is_cuda:
         return choose(spec, None)
+    capability = torch.cuda.get_device_capability(a.device)
     return choose(
         spec,
-        torch.cuda.get_device_capability(a.device),
+        capability,
         tma_layout=is_tma_layout(a, b),
         triton_installed=has_triton(),
-        native=native_names(),
+        native=native_names(capability),
         tuned_name=_tuned_name(spec, a.device),
     )
 
@@ -234,15 +235,16 @@ def device_of(index: int) -> tuned.Device:
     """This GPU, its driver and the kernels that are here: what a measurement holds for."""
     from accel.kernels.build import sources_digest
 
+    capability = torch.cuda.get_device_capability(index)
     digest = hashlib.sha256(sources_digest().encode())
     for module in ("triton_kernels", "triton_launch", "configs"):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
-    versions = [importlib.metadata.version("triton") if has_triton() else "", *sorted(native_names())]
+    versions = [importlib.metadata.version("triton") if has_triton() else "", *sorted(native_names(capability))]
     digest.update(" ".join(versions).encode())
     driver = getattr(torch._C, "_cuda_getDriverVersion", int)
     return tuned.Device(
         gpu=torch.cuda.get_device_name(index),
-        capability=torch.cuda.get_device_capability(index),
+        capability=capability,
         driver=int(driver()),
         library=digest.hexdigest()[:16],
     )
@@ -256,11 +258,12 @@ def _tuned_name(spec: GemmSpec | ConvSpec, device: torch.device) -> str | None:
     return entry.config if entry else None
 
 
-def native_names() -> frozenset[str]:
-    """The GEMMs of the compiled library, none where there is none."""
+def native_names(capability: tuple[int, int] | None = None) -> frozenset[str]:
+    """The GEMMs that the compiled library has for a GPU of this compute capability (None: for any), none where there is
+    no library."""
     from accel.kernels import native_launch
 
-    return native_launch.gemm_names()
+    return native_launch.gemm_names(capability)
 
 
 @cache

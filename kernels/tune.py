@@ -187,12 +187,13 @@ def tune_gemm(spec: GemmSpec, table: Table, *, device: int = 0) -> Tuned:
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
         sets = rotated_operands(spec, where)
+        capability = torch.cuda.get_device_capability(where)
         usable = dispatch.candidates(
             spec,
-            torch.cuda.get_device_capability(where),
+            capability,
             tma_layout=dispatch.is_tma_layout(*sets[0][:2]),
             triton_installed=dispatch.has_triton(),
-            native=dispatch.native_names(),
+            native=dispatch.native_names(capability),
         )
         if not usable:
             raise UnsupportedHere(f"{torch.cuda.get_device_name(where)} has no kernel for {spec.in_dtype} products")

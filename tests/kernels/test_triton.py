@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="needs the extra [kernels]")
 
 from accel.cli.kernels import command
-from accel.kernels import cross, dispatch, interpret, triton_kernels
+from accel.kernels import build, cross, dispatch, interpret, triton_kernels
 from accel.kernels.configs import ARCHS, CONFIGS, SHARED_LIMIT, get, shipped
 from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.units import NATIVE, NativeConfig
@@ -186,6 +186,10 @@ def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     proofs = {row["what"]: row for row in json.loads(result.output)["proofs"]}
     assert proofs["interpreter, ragged shapes"]["passed"] is True
     assert all(proofs[f"cross-compilation for sm_{arch}"]["passed"] for arch in ARCHS)
+    if build.find_nvcc() is not None:
+        assert proofs["hand-written kernels, compiled"]["passed"] is True
+    assert proofs["tensor-core GEMMs (CUTLASS)"]["passed"] is None, "what check builds has no GEMM: nothing is proven"
+    assert build.find_library() is None, "what check builds is not what dispatch runs"
     monkeypatch.setattr(interpret, "run", lambda: {"a case": float("nan")})
     failed = CliRunner().invoke(command, ["check", "--quiet"])
     assert "don't use the kernels" in str(failed.exception)
