@@ -14,6 +14,9 @@ ARCHS = (80, 86, 89, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # What the product has to become in PTX: warp-level mma, the warpgroup's, or the tensor memory's.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+# How PTX names the type that is multiplied. kind::f16 of the tensor memory is fp16 and bf16: a descriptor says which.
+_OPERAND = {"fp16": "f16", "bf16": "bf16", "int8": "s8", "fp8_e4m3": "e4m3"}
+_KIND = {"fp16": "kind::f16", "bf16": "kind::f16", "int8": "kind::i8", "fp8_e4m3": "kind::f8f6f4"}
 FIRST_FP8 = 89
 FLOATS = ("fp16", "bf16")
 
@@ -41,6 +44,19 @@ class Config:
     def supports(self, dtype: str, arch: int) -> bool:
         """Whether this configuration is shipped for ``dtype`` on ``arch`` (90 for sm_90)."""
         return dtype in self.dtypes and arch in self.archs and (dtype != "fp8_e4m3" or arch >= FIRST_FP8)
+
+
+def product(config: Config, dtype: str, arch: int) -> str:
+    """The tensor-core instruction and the type of its operands that ``config`` has to become in PTX: ``mma.sync s8``.
+    Empty where there is none (fp32, quantization)."""
+    if config.op == "quantize_rowwise" or dtype == "fp32":
+        return ""
+    if config.block_m >= 64:  # rows of a warpgroup's product, and of the tensor memory's
+        instruction = INSTRUCTION[arch]
+        return f"{instruction} {(_KIND if instruction == 'tcgen05.mma' else _OPERAND)[dtype]}"
+    # Of sm_90 and sm_100 the warp's product has no fp8: it is widened to fp16, which holds every fp8 value.
+    widened = dtype == "fp8_e4m3" and arch in (90, 100)
+    return f"mma.sync {'f16' if widened else _OPERAND[dtype]}"
 
 
 ALL = ("fp16", "bf16", "int8", "fp8_e4m3")
