@@ -117,7 +117,7 @@ def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune_gemm(spec, table)
-    choice = dispatch.choose_for(spec, *sets[0][:2])
+    choice = dispatch.choose_for(spec, *sets[0])
     row: dict[str, Any] = {
         "shape": [spec.m, spec.n, spec.k],
         "dtype": spec.in_dtype,

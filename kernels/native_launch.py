@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from accel.errors import AccelError, BadConfig
+from accel.errors import AccelError, BadConfig, BadFeeds
 from accel.kernels.build import CHOSEN, find_library, units_in
 from accel.kernels.native import ACTS, DTYPES, Library, Problem
 from accel.kernels.reference import TORCH_DTYPES
@@ -48,12 +48,20 @@ def gemm_names(capability: tuple[int, int] | None = None) -> frozenset[str]:
 def run_gemm(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], config: NativeConfig
 ) -> torch.Tensor:
-    """``spec`` by ``config`` of the installed library: ``a`` (M, K) and ``b`` (N, K) transposed, both dense."""
+    """``spec`` by ``config`` of the installed library: ``a`` (M, K) and ``b`` (N, K) transposed, both dense.
+
+    Raises ``BadFeeds`` for a residual that isn't in the output's dtype (dispatch hands in none).
+    """
+    e = spec.epilogue
+    residual = operands.get("residual")
+    if residual is not None and residual.dtype != TORCH_DTYPES[e.out_dtype]:
+        raise BadFeeds(
+            f"{config.name} takes a residual in {e.out_dtype}, this is {residual.dtype}; take another kernel"
+        )
     library = installed(torch.cuda.get_device_capability(a.device))
     assert library is not None
-    e = spec.epilogue
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
-    given = {name: _operand(name, tensor, out.dtype) for name, tensor in operands.items()}
+    given = {name: _operand(name, tensor) for name, tensor in operands.items()}
     addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
     problem = Problem(
         a=a.data_ptr(),
@@ -76,7 +84,7 @@ def run_gemm(
     return out
 
 
-def _operand(name: str, tensor: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _operand(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Dense, in the dtype that the interface takes, at an address of a multiple of 16."""
-    tensor = tensor.to(out_dtype if name == "residual" else torch.float32).contiguous()
+    tensor = (tensor if name == "residual" else tensor.to(torch.float32)).contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

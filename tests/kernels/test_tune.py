@@ -200,6 +200,22 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
     assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", bf16)
 
 
+def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU of 9.0 that was tuned: the same words as the decision that ``choose_for`` takes there."""
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "device_of", lambda _index: DEVICE)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    Table().put(KEY, Entry(config="gemm_64x64", microseconds=1.0, error=0.5))
+    told = dispatch.why(SPEC, (9, 0), native=())
+    assert told == "triton gemm_64x64: the fastest that accel kernels tune found for this problem"
+    assert "the fastest" not in dispatch.why(SPEC, (8, 0), native=()), "that is another GPU"
+    assert "the fastest" not in dispatch.why(replace(SPEC, n=48), (9, 0), native=())
+    assert "triton gemm_128x128: the fastest" in dispatch.why(SPEC, (9, 0), native=(), tuned_name="gemm_128x128")
+
+
 def test_without_a_gpu_one_line_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
