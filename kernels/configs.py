@@ -93,7 +93,8 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
                     yield config, dtype, arch
 
 
-# The kernels written by hand in csrc: name, what they take, what they do.
+# The kernels written by hand in csrc: name, what they take, what they do. They are called through the C interface
+# (accel.kernels.native) alone: dispatch takes Triton's split-K, quantization and implicit GEMM for the same problems.
 HAND_WRITTEN = (
     ("gemv", "gemm", ("fp32", "fp16", "bf16"), [16, 1, 0]),
     ("quantize_rowwise", "quantize_rowwise", ("int8", "fp8_e4m3"), [1, 0, 0]),
@@ -103,11 +104,13 @@ HAND_WRITTEN = (
 
 def rows() -> list[dict[str, Any]]:
     """What ``accel kernels list`` shows: one row a configuration, with its dtypes and architectures. ``tile``: M and N
-    in elements, K in bytes (0: not tiled)."""
+    in elements, K in bytes (0: not tiled). ``dispatched``: whether the operators of PyTorch can take it; the others are
+    called through the C interface alone."""
     found = []
     for config in CONFIGS:
         row = asdict(config)
         row["implementation"] = "triton"
+        row["dispatched"] = True
         row["tile"] = [config.block_m, config.block_n, config.block_k_bytes]
         row["archs"] = [f"sm_{arch}" for arch in config.archs]
         row["dtypes"] = list(config.dtypes)
@@ -119,6 +122,7 @@ def rows() -> list[dict[str, Any]]:
                 "name": native.name,
                 "op": "gemm",
                 "implementation": "cutlass",
+                "dispatched": True,
                 "dtypes": [unit.dtype],
                 "out_dtype": unit.out_dtype,
                 "tile": [native.block_m, native.block_n, native.block_k_bytes],
@@ -127,6 +131,6 @@ def rows() -> list[dict[str, Any]]:
         )
     for name, op, dtypes, tile in HAND_WRITTEN:
         archs = [f"sm_{arch}" for arch in ARCHS]
-        kind = {"implementation": "cuda", "dtypes": list(dtypes), "tile": tile, "archs": archs}
+        kind = {"implementation": "cuda", "dispatched": False, "dtypes": list(dtypes), "tile": tile, "archs": archs}
         found.append({"name": name, "op": op, **kind})
     return found

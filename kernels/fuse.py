@@ -1,4 +1,4 @@
-"""``accel.kernels.fuse(module)``: the fused operations in the place of Linear and Conv+BN, with activation and residual.
+"""``accel.kernels.fuse(module)``: the fused operations for Linear and Conv+BN, with activation and residual.
 
 The module is traced with torch.fx; where it can't be, its Linear and Conv2d modules are swapped one for one, with the
 neighbours they have in an ``nn.Sequential``. The result is run beside the original before it is handed out. The name of

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="needs the extra [kernels]")
 from accel.cli.kernels import command
 from accel.errors import BadFeeds
 from accel.kernels import build, cross, dispatch, interpret, native_launch, triton_kernels
-from accel.kernels.configs import ARCHS, CONFIGS, SHARED_LIMIT, Config, get, shipped
+from accel.kernels.configs import ARCHS, CONFIGS, SHARED_LIMIT, Config, get, rows, shipped
 from accel.kernels.gemm import fused_gemm
 from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.units import NATIVE, NativeConfig
@@ -247,6 +247,22 @@ def test_list_as_json() -> None:
     assert names["cuda"] == ["gemv", "quantize_rowwise", "im2col"]
     assert sum(map(len, names.values())) == len(listed)
     assert all({"op", "dtypes", "tile", "archs"} <= set(row) for row in listed)
+    taken = {row["name"] for row in listed if row["dispatched"]}
+    assert taken == set(names["triton"]) | set(names["cutlass"])
+
+
+def test_what_is_listed_as_dispatched_can_be_chosen() -> None:
+    """Every GEMM and convolution of the list, and no other, is among the candidates of some problem."""
+    reached = {"quantize_1024"}  # not chosen among several: ``run_quantize`` has this one
+    for dtype in IN_DTYPES:
+        for out in ("fp16", "bf16", "fp32"):
+            spec = GemmSpec(m=64, n=64, k=64, in_dtype=dtype, epilogue=EpilogueSpec(out_dtype=out))
+            conv = ConvSpec(images=1, height=8, width=8, c_in=64, c_out=64, kernel=(1, 1), in_dtype=dtype)
+            for problem in (spec, conv):
+                for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+                    found = dispatch.candidates(problem, capability, tma_layout=True, native=list(NATIVE))
+                    reached |= {config.name for config in found}
+    assert reached == {row["name"] for row in rows() if row["dispatched"]}
 
 
 @pytest.mark.proof
