@@ -117,7 +117,7 @@ def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune_gemm(spec, table)
-    choice = dispatch.choose_for(spec, *sets[0][:2])
+    choice = dispatch.choose_for(spec, *sets[0])
     row: dict[str, Any] = {
         "shape": [spec.m, spec.n, spec.k],
         "dtype": spec.in_dtype,
@@ -153,7 +153,8 @@ def timed(row: dict[str, Any], name: str, run: Run) -> None:
 
 def warm(part: int, of: int) -> None:
     """Run the candidates of every ``of``-th problem once: what Triton compiles is then in its cache."""
-    capability, names = torch.cuda.get_device_capability(), dispatch.native_names()
+    capability = torch.cuda.get_device_capability()
+    names = dispatch.native_names(capability)
     for spec, _ in list(problems())[part::of]:
         a, b, given = tune.operands_for(spec, torch.device("cuda"))
         for config in dispatch.candidates(spec, capability, tma_layout=dispatch.is_tma_layout(a, b), native=names):
@@ -269,7 +270,7 @@ def main() -> None:
             "driver": device.driver,
             "torch": torch.__version__,
             "library": device.library,
-            "native": len(dispatch.native_names()),
+            "native": len(dispatch.native_names(device.capability)),
             "copy_gb_s": copy,
             "date": time.strftime("%Y-%m-%d"),
             "left": len(wanted) - len(rows),

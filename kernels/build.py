@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.errors import UnknownName, UnsupportedHere
 from accel.kernels.tuned import cache_folder
-from accel.kernels.units import UNITS, cutlass_includes, units_for
+from accel.kernels.units import UNITS, cutlass_includes, has_code_for, units_for
 
 if TYPE_CHECKING:
     from accel.kernels.compilers import Compilers
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libaccel_kernels.so"
 RECORD = "library.json"
+CHOSEN = "ACCEL_KERNEL_LIBRARY"  # the environment variable that names a library to run
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a")
 Progress = Callable[[str, float | None], None]
 
@@ -124,18 +125,39 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
     return compile_library(jobs, link, ("host",), cache=cache)
 
 
-def find_library(cache: Path | None = None) -> Path | None:
-    """The library to run: ``$ACCEL_KERNEL_LIBRARY``, else the newest that was built from the sources that are here."""
-    given = os.environ.get("ACCEL_KERNEL_LIBRARY")
+def find_library(cache: Path | None = None, *, capability: tuple[int, int] | None = None) -> Path | None:
+    """The library to run: ``$ACCEL_KERNEL_LIBRARY``, else of those that were built from the sources that are here the
+    one with the most tensor-core GEMMs, of equals the newest.
+
+    ``capability``: of the GPU it is for; what has no code for that one doesn't count. None: any.
+    """
+    given = os.environ.get(CHOSEN)
     if given:
         return Path(given)
     digest = sources_digest()
     found = []
     for record in (cache or cache_folder()).glob(f"*/{RECORD}"):
-        body = _record(record)
-        if body.get("sources") == digest and "host" not in body.get("archs", ["host"]):
-            found.append((record.stat().st_mtime, record.with_name(LIBRARY)))
-    return max(found)[1] if found else None
+        library, body = record.with_name(LIBRARY), _record(record)
+        archs = body.get("archs", ["host"])
+        if body.get("sources") != digest or not _has_code(archs, capability):
+            continue
+        found.append((len(units_in(library, capability) or ()), record.stat().st_mtime, library))
+    return max(found)[2] if found else None
+
+
+def units_in(library: Path, capability: tuple[int, int] | None = None) -> frozenset[str] | None:
+    """The CUTLASS units in a library that have code for a GPU of this compute capability (None: for any), as the record
+    beside it says. None where there is no such record."""
+    body = _record(library.with_name(RECORD))
+    if "files" not in body:
+        return None
+    built = {unit.name: archs for unit, archs in units_for(body.get("archs", ()))}
+    return frozenset(name for name in body["files"] if name in built and _has_code(built[name], capability))
+
+
+def _has_code(archs: Sequence[str], capability: tuple[int, int] | None) -> bool:
+    real = [arch for arch in archs if arch in ARCHS]  # not "host"
+    return any(capability is None or has_code_for(arch, capability) for arch in real)
 
 
 def sources_digest() -> str:
@@ -187,7 +209,13 @@ def compile_library(
         made = scratch / "library"
         made.mkdir()
         compilers.run([*link, *map(str, objects), "-o", str(made / file)])
-        body = {"sources": digest, "archs": archs, "compiler": version.strip().splitlines()[-1], "warnings": warnings}
+        body = {
+            "sources": digest,
+            "archs": archs,
+            "files": [job.name for job in compiled],
+            "compiler": version.strip().splitlines()[-1],
+            "warnings": warnings,
+        }
         (made / RECORD).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         if library.parent.exists():  # somebody else was faster: same sources, same library
             return Built(path=library, archs=archs, cached=True, warnings=warnings)

@@ -15,6 +15,7 @@ from accel.kernels.configs import ARCHS, get, shipped
 from accel.kernels.cross import compile_config
 from accel.kernels.dispatch import family
 from accel.kernels.native import Library
+from accel.kernels.tuned import cache_folder
 from accel.kernels.units import NATIVE
 
 
@@ -56,7 +57,8 @@ def _hand_written(progress: Progress) -> Proof:
     if find_nvcc() is None:
         return Proof(what=what, passed=None, detail="no nvcc here: put nvcc on PATH")
     try:
-        built = build(["sm_80", "sm_90a"], units=(), progress=progress)
+        # In a folder of its own: dispatch must not take a library without a GEMM for the user's.
+        built = build(["sm_80", "sm_90a"], units=(), cache=cache_folder() / "check", progress=progress)
         Library(built.path)
     except AccelError as error:
         return Proof(what=what, passed=False, detail=str(error))
@@ -65,7 +67,7 @@ def _hand_written(progress: Progress) -> Proof:
 
 def _tensor_cores(progress: Progress) -> Proof:
     what = "tensor-core GEMMs (CUTLASS)"
-    path = find_library()
+    path = find_library(capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
     if path is None:
         missing = "no library of these sources here; run accel kernels build --arch sm_90a (minutes)"
         return Proof(what=what, passed=None, detail=missing)
@@ -75,13 +77,18 @@ def _tensor_cores(progress: Progress) -> Proof:
         kernels = {name: used for (_, name), used in sass.products(path).items() if "cutlass" in name}
     except AccelError as error:
         return Proof(what=what, passed=False, detail=str(error))
+    if not gemms:
+        missing = f"{path} has no GEMM; run accel kernels build --arch sm_90a (minutes)"
+        return Proof(what=what, passed=None, detail=missing)
+    if not kernels:
+        return Proof(what=what, passed=False, detail=f"{path} names {len(gemms)} configurations and holds no kernel")
     if unknown := sorted(set(gemms) - set(NATIVE)):
         return Proof(what=what, passed=False, detail=f"{path} holds {unknown[0]}, which accel kernels list doesn't")
     if bare := [name for name, used in kernels.items() if not used]:
         return Proof(
             what=what, passed=False, detail=f"{len(bare)} of {len(kernels)} kernels without a tensor-core product"
         )
-    words = ", ".join(sorted(set().union(*kernels.values()))) or "none"
+    words = ", ".join(sorted(set().union(*kernels.values())))
     return Proof(what=what, passed=True, detail=f"{len(gemms)} configurations, {len(kernels)} kernels, {words}")
 
 

@@ -14,6 +14,9 @@ ARCHS = (80, 86, 89, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # What the product has to become in PTX: warp-level mma, the warpgroup's, or the tensor memory's.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+# How PTX names the type that is multiplied. kind::f16 of the tensor memory is fp16 and bf16: a descriptor says which.
+_OPERAND = {"fp16": "f16", "bf16": "bf16", "int8": "s8", "fp8_e4m3": "e4m3"}
+_KIND = {"fp16": "kind::f16", "bf16": "kind::f16", "int8": "kind::i8", "fp8_e4m3": "kind::f8f6f4"}
 FIRST_FP8 = 89
 FLOATS = ("fp16", "bf16")
 
@@ -41,6 +44,19 @@ class Config:
     def supports(self, dtype: str, arch: int) -> bool:
         """Whether this configuration is shipped for ``dtype`` on ``arch`` (90 for sm_90)."""
         return dtype in self.dtypes and arch in self.archs and (dtype != "fp8_e4m3" or arch >= FIRST_FP8)
+
+
+def product(config: Config, dtype: str, arch: int) -> str:
+    """The tensor-core instruction and the type of its operands that ``config`` has to become in PTX: ``mma.sync s8``.
+    Empty where there is none (fp32, quantization)."""
+    if config.op == "quantize_rowwise" or dtype == "fp32":
+        return ""
+    if config.block_m >= 64:  # rows of a warpgroup's product, and of the tensor memory's
+        instruction = INSTRUCTION[arch]
+        return f"{instruction} {(_KIND if instruction == 'tcgen05.mma' else _OPERAND)[dtype]}"
+    # Of sm_90 and sm_100 the warp's product has no fp8: it is widened to fp16, which holds every fp8 value.
+    widened = dtype == "fp8_e4m3" and arch in (90, 100)
+    return f"mma.sync {'f16' if widened else _OPERAND[dtype]}"
 
 
 ALL = ("fp16", "bf16", "int8", "fp8_e4m3")
@@ -77,7 +93,8 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
                     yield config, dtype, arch
 
 
-# The kernels written by hand in csrc: name, what they take, what they do.
+# The kernels written by hand in csrc: name, what they take, what they do. They are called through the C interface
+# (accel.kernels.native) alone: dispatch takes Triton's split-K, quantization and implicit GEMM for the same problems.
 HAND_WRITTEN = (
     ("gemv", "gemm", ("fp32", "fp16", "bf16"), [16, 1, 0]),
     ("quantize_rowwise", "quantize_rowwise", ("int8", "fp8_e4m3"), [1, 0, 0]),
@@ -87,11 +104,13 @@ HAND_WRITTEN = (
 
 def rows() -> list[dict[str, Any]]:
     """What ``accel kernels list`` shows: one row a configuration, with its dtypes and architectures. ``tile``: M and N
-    in elements, K in bytes (0: not tiled)."""
+    in elements, K in bytes (0: not tiled). ``dispatched``: whether the operators of PyTorch can take it; the others are
+    called through the C interface alone."""
     found = []
     for config in CONFIGS:
         row = asdict(config)
         row["implementation"] = "triton"
+        row["dispatched"] = True
         row["tile"] = [config.block_m, config.block_n, config.block_k_bytes]
         row["archs"] = [f"sm_{arch}" for arch in config.archs]
         row["dtypes"] = list(config.dtypes)
@@ -103,6 +122,7 @@ def rows() -> list[dict[str, Any]]:
                 "name": native.name,
                 "op": "gemm",
                 "implementation": "cutlass",
+                "dispatched": True,
                 "dtypes": [unit.dtype],
                 "out_dtype": unit.out_dtype,
                 "tile": [native.block_m, native.block_n, native.block_k_bytes],
@@ -111,6 +131,6 @@ def rows() -> list[dict[str, Any]]:
         )
     for name, op, dtypes, tile in HAND_WRITTEN:
         archs = [f"sm_{arch}" for arch in ARCHS]
-        kind = {"implementation": "cuda", "dtypes": list(dtypes), "tile": tile, "archs": archs}
+        kind = {"implementation": "cuda", "dispatched": False, "dtypes": list(dtypes), "tile": tile, "archs": archs}
         found.append({"name": name, "op": op, **kind})
     return found

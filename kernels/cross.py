@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import MissingExtra, UnsupportedHere
-from accel.kernels.configs import INSTRUCTION, SHARED_LIMIT, Config
+from accel.kernels.configs import SHARED_LIMIT, Config, get, product
 from accel.kernels.reference import QMAX
 from accel.kernels.sass import find_cuobjdump
 from accel.kernels.spec import EpilogueSpec
@@ -23,7 +23,8 @@ CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made: shared memory and spills in bytes, the tensor-core instruction that is in its PTX."""
+    """What the compiler made: shared memory and spills in bytes, the tensor-core instruction that is in its PTX
+    with the type of its operands (``wgmma e4m3``; several: one after another)."""
 
     config: str
     dtype: str
@@ -40,8 +41,8 @@ class Compiled:
             return f"{self.shared} bytes of shared memory, sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
         if self.spilled:
             return f"{self.spilled} bytes spilled"
-        wanted = "" if self.config.startswith("quantize") or self.dtype == "fp32" else INSTRUCTION[self.arch]
-        if self.instruction != wanted and not (wanted and self.instruction == "mma.sync" and "split" in self.config):
+        wanted = product(get(self.config), self.dtype, self.arch)
+        if self.instruction != wanted:
             return f"{self.instruction or 'no tensor-core instruction'} where {wanted or 'none'} was to be"
         return ""
 
@@ -105,10 +106,16 @@ def _kind(config: Config, name: str, dtype: str) -> str:
 
 
 def _instruction(ptx: str) -> str:
-    for name in ("tcgen05.mma", "wgmma", "mma.sync"):
-        if re.search(rf"^\s*(@\S+ )?{re.escape(name)}\b", ptx, re.MULTILINE):
-            return name
-    return ""
+    """Every tensor-core product in the PTX: ``mma.sync s8`` for mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32."""
+    found = set()
+    for name, rest in re.findall(r"^\s*(?:@\S+ )?(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.(\S+)", ptx, re.MULTILINE):
+        if name == "tcgen05.mma":
+            operands = re.findall(r"kind::\w+", rest)
+        else:  # after the tile and the orders: the type of the sum, of a, of b
+            types = re.findall(r"(?<![a-z0-9_])(?:[usb]\d+|b?f\d+|tf32|e\dm\d)(?![a-z0-9_])", rest)
+            operands = sorted(set(types[1:3]))
+        found.add(" ".join([name.removesuffix(".mma_async"), *operands]))
+    return ", ".join(sorted(found))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from accel.errors import UnsupportedHere
 from accel.kernels import reference, tuned
 from accel.kernels.configs import ARCHS, CONFIGS, FIRST_FP8, TMA_ARCHS, Config, get
+from accel.kernels.problem import NAMES
 from accel.kernels.reference import TORCH_DTYPES
 from accel.kernels.spec import BYTES, ConvSpec, GemmSpec
 from accel.kernels.units import NATIVE, NativeConfig
@@ -69,6 +70,7 @@ def candidates(
     tma_layout: bool = False,
     triton_installed: bool = True,
     native: Collection[str] = (),
+    residual_dtype: str | None = None,
 ) -> list[AnyConfig]:
     """Every configuration that computes ``spec`` on this compute capability; the arguments are those of ``choose``."""
     arch = family(capability)
@@ -82,7 +84,9 @@ def candidates(
         return found
     dense = tma_layout and spec.k * BYTES[spec.in_dtype] % 16 == 0
     found = [c for c in found if dense or not isinstance(c, Config) or c.kernel != "gemm_tma"]
-    if dense and spec.n * BYTES[spec.epilogue.out_dtype] % 16 == 0:
+    # CUTLASS reads a residual in the output's dtype; rounding another one to that would lose what the sum keeps.
+    own_residual = residual_dtype in (None, spec.epilogue.out_dtype) or not spec.epilogue.residual
+    if dense and own_residual and spec.n * BYTES[spec.epilogue.out_dtype] % 16 == 0:
         here = (NATIVE[name] for name in sorted(native) if name in NATIVE)
         pair = (spec.in_dtype, spec.epilogue.out_dtype)
         found += [c for c in here if (c.unit.dtype, c.unit.out_dtype) == pair and c.runs_on(capability)]
@@ -96,12 +100,14 @@ def choose(
     tma_layout: bool = False,
     triton_installed: bool = True,
     native: Collection[str] = (),
+    residual_dtype: str | None = None,
     tuned_name: str | None = None,
 ) -> Choice:
     """The implementation of ``spec`` on a device of this compute capability (None: the CPU).
 
     ``tma_layout``: ``a`` is (M, K) and ``b`` (N, K) transposed, both dense, both at addresses of a multiple of 16.
-    ``native``: the GEMMs of the compiled library. ``tuned_name``: what the tuner found for this problem.
+    ``native``: the GEMMs of the compiled library. ``residual_dtype``: None for that of the output. ``tuned_name``:
+    what the tuner found for this problem.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
@@ -110,7 +116,14 @@ def choose(
         return Choice(config=None, reason=f"compute capability {capability[0]}.{capability[1]} is below 8.0")
     if spec.in_dtype == "fp8_e4m3" and arch < FIRST_FP8:
         return Choice(config=None, reason=f"sm_{arch} has no fp8 products; they begin with sm_89")
-    usable = candidates(spec, capability, tma_layout=tma_layout, triton_installed=triton_installed, native=native)
+    usable = candidates(
+        spec,
+        capability,
+        tma_layout=tma_layout,
+        triton_installed=triton_installed,
+        native=native,
+        residual_dtype=residual_dtype,
+    )
     by_name = {config.name: config for config in usable}
     if tuned_name in by_name:
         return Choice(config=by_name[tuned_name], reason="the fastest that accel kernels tune found for this problem")
@@ -156,15 +169,33 @@ def why(
     *,
     tma_layout: bool = False,
     native: Collection[str] | None = None,
+    residual_dtype: str | None = None,
+    tuned_name: str | None = None,
 ) -> str:
-    """One sentence: what would run and why. ``native``: the GEMMs of the library (None: of the one that is built)."""
-    names = native_names() if native is None else native
-    return str(choose(spec, capability, tma_layout=tma_layout, triton_installed=has_triton(), native=names))
+    """One sentence: what would run and why; the arguments are those of ``choose``.
+
+    ``native``: None for the GEMMs of the library that is built. ``tuned_name``: None for what the tuner found on the
+    current GPU, where that one has this compute capability.
+    """
+    if native is None:
+        native = native_names(capability)
+    if tuned_name is None and torch.cuda.is_available() and capability == torch.cuda.get_device_capability():
+        tuned_name = _tuned_name(spec, torch.device("cuda"))
+    choice = choose(
+        spec,
+        capability,
+        tma_layout=tma_layout,
+        triton_installed=has_triton(),
+        native=native,
+        residual_dtype=residual_dtype,
+        tuned_name=tuned_name,
+    )
+    return str(choice)
 
 
 def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
     """``spec`` by the chosen implementation."""
-    config = choose_for(spec, a, b).config
+    config = choose_for(spec, a, b, operands).config
     if config is None:
         wide = reference.gemm_torch(spec, a, b, operands, compute=torch.float32)
         return wide.to(TORCH_DTYPES[spec.epilogue.out_dtype])
@@ -210,15 +241,24 @@ def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
         return triton_launch.run_quantize(x, dtype, triton_kernels)
 
 
-def choose_for(spec: GemmSpec | ConvSpec, a: torch.Tensor, b: torch.Tensor) -> Choice:
+def choose_for(
+    spec: GemmSpec | ConvSpec,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Mapping[str, torch.Tensor] | None = None,
+) -> Choice:
+    """The implementation of ``spec`` for these tensors; ``operands``: the epilogue's."""
+    residual = (operands or {}).get("residual")
     if not a.is_cuda:
         return choose(spec, None)
+    capability = torch.cuda.get_device_capability(a.device)
     return choose(
         spec,
-        torch.cuda.get_device_capability(a.device),
+        capability,
         tma_layout=is_tma_layout(a, b),
         triton_installed=has_triton(),
-        native=native_names(),
+        native=native_names(capability),
+        residual_dtype=None if residual is None else NAMES[residual.dtype],
         tuned_name=_tuned_name(spec, a.device),
     )
 
@@ -234,15 +274,16 @@ def device_of(index: int) -> tuned.Device:
     """This GPU, its driver and the kernels that are here: what a measurement holds for."""
     from accel.kernels.build import sources_digest
 
+    capability = torch.cuda.get_device_capability(index)
     digest = hashlib.sha256(sources_digest().encode())
     for module in ("triton_kernels", "triton_launch", "configs"):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
-    versions = [importlib.metadata.version("triton") if has_triton() else "", *sorted(native_names())]
+    versions = [importlib.metadata.version("triton") if has_triton() else "", *sorted(native_names(capability))]
     digest.update(" ".join(versions).encode())
     driver = getattr(torch._C, "_cuda_getDriverVersion", int)
     return tuned.Device(
         gpu=torch.cuda.get_device_name(index),
-        capability=torch.cuda.get_device_capability(index),
+        capability=capability,
         driver=int(driver()),
         library=digest.hexdigest()[:16],
     )
@@ -256,11 +297,12 @@ def _tuned_name(spec: GemmSpec | ConvSpec, device: torch.device) -> str | None:
     return entry.config if entry else None
 
 
-def native_names() -> frozenset[str]:
-    """The GEMMs of the compiled library, none where there is none."""
+def native_names(capability: tuple[int, int] | None = None) -> frozenset[str]:
+    """The GEMMs that the compiled library has for a GPU of this compute capability (None: for any), none where there is
+    no library."""
     from accel.kernels import native_launch
 
-    return native_launch.gemm_names()
+    return native_launch.gemm_names(capability)
 
 
 @cache

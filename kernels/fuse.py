@@ -1,39 +1,42 @@
-"""``fuse(module, example_inputs)``: the fused operations in the place of Linear(+act)(+residual) and Conv+BN(+act).
+"""``accel.kernels.fuse(module)``: the fused operations for Linear and Conv+BN, with activation and residual.
 
 The module is traced with torch.fx; where it can't be, its Linear and Conv2d modules are swapped one for one, with the
-neighbours they have in an ``nn.Sequential``. The result is run beside the original before it is handed out.
+neighbours they have in an ``nn.Sequential``. The result is run beside the original before it is handed out. The name of
+this module is called: ``from accel.kernels import fuse``, then ``fuse(module)``.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
-from accel.errors import GateFailed, UnsupportedHere
+from accel.errors import UnsupportedHere
+from accel.kernels.fuse_verify import LIMITS, verify, verify_layer
 from accel.kernels.modules import FusedConv2d, FusedLinear
 
-# The largest difference allowed, relative to the largest element of the output, by the output's dtype: a hundred
-# roundings of an fp32 chain, and four of the 16-bit formats (which the original rounds more often than the fused one).
-LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
 ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """One fused operation: where it was, what it is now made of."""
+    """One fused operation: where it was, what it is now made of; where it was verified by itself, its difference."""
 
     name: str
     operation: str
     act: str = "none"
     batch_norm: bool = False
     residual: bool = False
+    difference: float = 0.0
+    limit: float = LIMITS[torch.float32]
 
     def __str__(self) -> str:
         parts = [self.operation, *(["batch_norm"] if self.batch_norm else [])]
@@ -56,36 +59,44 @@ class FuseReport:
         return "\n".join([*lines, *(f"  {m}" for m in self.matches), *(f"  left {n}: {why}" for n, why in self.left)])
 
 
-def fuse(module: nn.Module, example_inputs: Sequence[Any]) -> tuple[nn.Module, FuseReport]:
+def fuse(module: nn.Module, example_inputs: Sequence[Any] | None = None) -> tuple[nn.Module, FuseReport]:
     """A fused copy of ``module`` (which stays as it is) and what was matched.
 
-    ``example_inputs`` are the positional inputs it is verified with. Raises ``UnsupportedHere`` for a module in
+    ``example_inputs`` are the positional inputs it is verified with. Without them no shape is known: residual sums stay
+    outside, and each fused layer is verified by itself with random inputs. Raises ``UnsupportedHere`` for a module in
     training mode (batch norm would be folded away) and ``GateFailed`` where the copy computes something else.
     """
     if module.training:
         raise UnsupportedHere("a module in training mode can't be fused (its batch norms would freeze); call .eval()")
     found = copy.deepcopy(module)
     left: list[tuple[str, str]] = []
+    alone = example_inputs is None
     traced = _trace(found, example_inputs)
     fused: nn.Module
     matches: list[Match]
     if traced is not None:
-        matches = _fuse_graph(traced, left)
+        matches = _fuse_graph(traced, left, alone)
         fused = traced
     else:
         matches = []
-        fused = _swap_children(found, "", matches, left)
-    difference, limit = _verify(module, fused, example_inputs)
+        fused = _swap_children(found, "", matches, left, alone)
+    if example_inputs is None:
+        worst = max(matches, key=lambda match: match.difference, default=None)
+        difference, limit = (worst.difference, worst.limit) if worst else (0.0, LIMITS[torch.float32])
+    else:
+        difference, limit = verify(module, fused, example_inputs)
     return fused, FuseReport(
         matches=tuple(matches), left=tuple(left), traced=traced is not None, difference=difference, limit=limit
     )
 
 
-def _trace(module: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
+def _trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphModule | None:
     if _operation(module):  # a lone Linear or Conv2d
         module = nn.Sequential(module).eval()
     try:
         traced = fx.symbolic_trace(module)
+        if example_inputs is None:
+            return traced
         with torch.no_grad():
             ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
     except Exception:  # control flow, optional inputs, leaf functions: whatever fx can't follow
@@ -93,7 +104,7 @@ def _trace(module: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule |
     return traced
 
 
-def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]]) -> list[Match]:
+def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool) -> list[Match]:
     modules = dict(traced.named_modules())
     matches: list[Match] = []
     for node in list(traced.graph.nodes):
@@ -113,20 +124,24 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]]) -> list[Mat
         if (after := _only_user(last)) is not None and (other := _residual_of(after, last)) is not None:
             last, residual = after, other
         name = f"fused_{len(matches)}"
-        traced.add_submodule(name, _fused(layer, following, act))
+        fused = _fused(layer, following, act)
+        traced.add_submodule(name, fused)
         with traced.graph.inserting_before(last):
             arguments = (node.args[0], residual) if residual is not None else (node.args[0],)
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        matches.append(_match(str(node.target), layer, following, act, residual is not None))
+        match = _match(str(node.target), layer, following, act, residual is not None)
+        matches.append(_verified(match, layer, following, fused) if alone else match)
     traced.graph.eliminate_dead_code()
     traced.delete_all_unused_submodules()
     traced.recompile()
     return matches
 
 
-def _swap_children(module: nn.Module, path: str, matches: list[Match], left: list[tuple[str, str]]) -> nn.Module:
+def _swap_children(
+    module: nn.Module, path: str, matches: list[Match], left: list[tuple[str, str]], alone: bool
+) -> nn.Module:
     """``module`` with its Linear and Conv2d children swapped, joined with what follows them in a Sequential."""
     children = list(module.named_children())
     skip = 0
@@ -136,7 +151,7 @@ def _swap_children(module: nn.Module, path: str, matches: list[Match], left: lis
             skip -= 1
             continue
         if not _operation(child):
-            _swap_children(child, f"{where}.", matches, left)
+            _swap_children(child, f"{where}.", matches, left, alone)
             continue
         if reason := _obstacle(child):
             left.append((where, reason))
@@ -147,16 +162,25 @@ def _swap_children(module: nn.Module, path: str, matches: list[Match], left: lis
             norm = None
         rest = rest[1:] if norm is not None else rest
         act = (_act_of_module(rest[0]) if rest else None) or "none"
-        setattr(module, name, _fused(child, norm, act))
+        fused = _fused(child, norm, act)
+        setattr(module, name, fused)
         skip = (norm is not None) + (act != "none")
         for gone, _ in children[at + 1 : at + 1 + skip]:
             setattr(module, gone, nn.Identity())
-        matches.append(_match(where, child, norm, act, False))
+        match = _match(where, child, norm, act, False)
+        matches.append(_verified(match, child, norm, fused) if alone else match)
     return module
 
 
 def _match(name: str, layer: nn.Module, norm: nn.Module | None, act: str, residual: bool) -> Match:
     return Match(name=name, operation=_operation(layer), act=act, batch_norm=norm is not None, residual=residual)
+
+
+def _verified(match: Match, layer: nn.Module, norm: nn.Module | None, fused: nn.Module) -> Match:
+    """The match with the largest difference of its layer, run by itself. ``GateFailed`` as from ``fuse``."""
+    assert isinstance(layer, nn.Linear | nn.Conv2d)
+    difference, limit = verify_layer(layer, norm, match.act, fused)
+    return replace(match, difference=difference, limit=limit)
 
 
 def _operation(layer: nn.Module) -> str:
@@ -241,36 +265,11 @@ def _fused(layer: nn.Module, norm: nn.Module | None, act: str) -> nn.Module:
     ).eval()
 
 
-def _verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[float, float]:
-    with torch.no_grad():
-        # Each gets inputs of its own: a model may write into them.
-        wanted = _tensors(before(*copy.deepcopy(tuple(inputs))))
-        got = _tensors(after(*copy.deepcopy(tuple(inputs))))
-    worst, limit = 0.0, LIMITS[torch.float32]
-    for at, (reference, value) in enumerate(zip(wanted, got, strict=True)):
-        if value.shape != reference.shape or value.dtype != reference.dtype:
-            raise GateFailed(
-                f"fusing made output {at} {value.dtype} {list(value.shape)}, it was {reference.dtype} "
-                f"{list(reference.shape)}; leave this module unfused and report it"
-            )
-        if not reference.numel():
-            continue
-        allowed = LIMITS.get(reference.dtype, 0.0)
-        scale = max(float(reference.double().abs().max()), 1e-30)
-        difference = float((value.double() - reference.double()).abs().max()) / scale
-        if not difference <= allowed:
-            raise GateFailed(
-                f"fusing changed output {at} by {difference:.3g} of its largest element, the limit is {allowed:.3g}; "
-                "leave this module unfused and report it"
-            )
-        if difference >= worst:
-            worst, limit = difference, allowed
-    return worst, limit
+class _Callable(ModuleType):
+    """``accel.kernels.fuse(module)``: the package is a plain folder, so the function's place in it is this module's."""
+
+    def __call__(self, module: nn.Module, example_inputs: Sequence[Any] | None = None) -> tuple[nn.Module, FuseReport]:
+        return fuse(module, example_inputs)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple) else []
+sys.modules[__name__].__class__ = _Callable

@@ -53,16 +53,24 @@ class FusedConv2d(nn.Module):
         self.stride, self.padding, self.dilation = stride, padding, dilation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        inside = residual is not None and residual.dtype == x.dtype and residual.shape == self._shape_of(x)
         out = fused_conv2d(
             x.permute(0, 2, 3, 1),
             self.weight,
             bias=self.bias,
             act=self.act,
+            residual=residual.permute(0, 2, 3, 1) if residual is not None and inside else None,
             stride=self.stride,
             padding=self.padding,
             dilation=self.dilation,
         ).permute(0, 3, 1, 2)
-        return out if residual is None else out + residual
+        return out if inside or residual is None else out + residual
+
+    def _shape_of(self, x: torch.Tensor) -> tuple[int, ...]:
+        """The shape of what comes out for ``x``, NCHW."""
+        taps = zip(x.shape[2:], self.weight.shape[1:3], self.stride, self.padding, self.dilation, strict=True)
+        sizes = ((size + 2 * pad - far * (tap - 1) - 1) // step + 1 for size, tap, step, pad, far in taps)
+        return (x.shape[0], self.weight.shape[0], *sizes)
 
     def extra_repr(self) -> str:
         o, h, w, c = self.weight.shape

@@ -46,6 +46,7 @@ class Library:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         if not _is_whole(path):
             raise BuildFailed(f"{path} is not a whole kernel library; run accel kernels build again")
         try:

@@ -13,7 +13,7 @@ from itertools import cycle
 
 import torch
 
-from accel.errors import AccelError, UnsupportedHere
+from accel.errors import AccelError, UnknownName, UnsupportedHere
 from accel.kernels import dispatch, reference
 from accel.kernels.reference import TORCH_DTYPES
 from accel.kernels.spec import BYTES, SCALED, EpilogueSpec, GemmSpec
@@ -25,6 +25,7 @@ Operands = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 # The products of BERT-base, and of a 7B decoder: N, K.
 LAYERS = ((768, 768), (3072, 768), (768, 3072), (4096, 4096), (11008, 4096), (4096, 11008))
 ROWS = (1, 16, 128, 1024, 4096)
+ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than the L2 of any GPU: each call finds its operands in memory
 BLOCK_MICROSECONDS = 10_000.0
 BLOCKS = 5
@@ -84,22 +85,43 @@ def _one_line(error: object) -> str:
 
 
 def specs(
-    dtypes: Sequence[str], acts: Sequence[str], shapes: Sequence[tuple[int, int, int]] | None = None
+    dtypes: Sequence[str],
+    acts: Sequence[str],
+    shapes: Sequence[tuple[int, int, int]] | None = None,
+    *,
+    added: Sequence[str] = ("bias",),
 ) -> list[GemmSpec]:
-    """The problems that are tuned: ``shapes`` (M, N, K), by default the layers of BERT-base and of a 7B decoder."""
+    """The problems that are tuned: ``shapes`` (M, N, K), by default the layers of BERT-base and of a 7B decoder.
+
+    ``added``: what is added to the product, each one of ``ADDED``. int8 and fp8 are tuned for fp16 and bf16 output.
+    Raises ``UnknownName`` for another.
+    """
+    for words in added:
+        if words not in ADDED:
+            raise UnknownName(f"nothing is called {words!r}; what can be added is {', '.join(ADDED)}")
     sizes = list(shapes) if shapes else [(m, n, k) for n, k in LAYERS for m in ROWS]
     return [
-        GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue_for(dtype, act))
+        GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue_for(dtype, act, words, out))
         for m, n, k in sizes
         for dtype in dtypes
         for act in acts
+        for words in added
+        for out in (("fp16", "bf16") if dtype in SCALED else (dtype,))
     ]
 
 
-def epilogue_for(dtype: str, act: str) -> EpilogueSpec:
-    """A layer's epilogue: bias and activation; scales and fp16 output for int8 and fp8."""
+def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | None = None) -> EpilogueSpec:
+    """A layer's epilogue: activation and what is added (of ``ADDED``); scales for int8 and fp8, whose output is fp16
+    unless another is given."""
     scaled = dtype in SCALED
-    return EpilogueSpec(act=act, bias=True, row_scale=scaled, col_scale=scaled, out_dtype="fp16" if scaled else dtype)
+    return EpilogueSpec(
+        act=act,
+        bias="bias" in added,
+        residual="residual" in added,
+        row_scale=scaled,
+        col_scale=scaled,
+        out_dtype=out_dtype or ("fp16" if scaled else dtype),
+    )
 
 
 def operands_for(spec: GemmSpec, device: torch.device, seed: int = 0) -> Operands:
@@ -187,12 +209,13 @@ def tune_gemm(spec: GemmSpec, table: Table, *, device: int = 0) -> Tuned:
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
         sets = rotated_operands(spec, where)
+        capability = torch.cuda.get_device_capability(where)
         usable = dispatch.candidates(
             spec,
-            torch.cuda.get_device_capability(where),
+            capability,
             tma_layout=dispatch.is_tma_layout(*sets[0][:2]),
             triton_installed=dispatch.has_triton(),
-            native=dispatch.native_names(),
+            native=dispatch.native_names(capability),
         )
         if not usable:
             raise UnsupportedHere(f"{torch.cuda.get_device_name(where)} has no kernel for {spec.in_dtype} products")

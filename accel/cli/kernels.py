@@ -24,13 +24,16 @@ def command() -> None:
 @command.command("list")
 @output_options
 def list_(say: Output) -> None:
-    """Every shipped configuration: op, dtypes, tile, architectures, implementation."""
+    """Every shipped configuration: op, dtypes, tile, architectures, implementation.
+
+    Those that aren't dispatched are called through the C interface alone.
+    """
     from accel.kernels.configs import rows
 
     found = rows()
 
     def human() -> Any:
-        columns = ("name", "op", "implementation", "dtypes", "tile", "archs")
+        columns = ("name", "op", "implementation", "dispatched", "dtypes", "tile", "archs")
         return _table(columns, [[_plain(row[column]) for column in columns] for row in found])
 
     say.result({"configurations": found}, human)
@@ -106,19 +109,36 @@ def _built(built: Built, what: str) -> str:
 
 @command.command("tune")
 @click.option(
-    "--shape", "shapes", multiple=True, metavar="MxNxK", help="A problem, 1x4096x4096; again for more. Default: 30."
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="MxNxK",
+    help="A problem, 1x4096x4096; again for more. Default: 30 of them.",
 )
 @click.option("--dtype", "dtypes", multiple=True, default=("fp16",), show_default=True, help="Of the operands; again.")
 @click.option("--act", "acts", multiple=True, default=("none",), show_default=True, help="Activation; again for more.")
+@click.option(
+    "--add",
+    "added",
+    multiple=True,
+    default=("none", "bias", "bias+residual"),
+    show_default=True,
+    help="What is added to the product: none, bias, residual or bias+residual; again for more.",
+)
 @output_options
-def tune_(shapes: tuple[str, ...], dtypes: tuple[str, ...], acts: tuple[str, ...], say: Output) -> None:
-    """Time the kernels on the GPU that is there and remember the fastest right one of each problem."""
+def tune_(
+    shapes: tuple[str, ...], dtypes: tuple[str, ...], acts: tuple[str, ...], added: tuple[str, ...], say: Output
+) -> None:
+    """Time the products on the GPU that is there and remember the fastest right kernel of each problem.
+
+    int8 and fp8 are tuned for fp16 and for bf16 output; convolutions aren't tuned.
+    """
     from accel.kernels.tune import specs, tune_gemm
     from accel.kernels.tuned import Table
     from accel.progress import report
 
     table = Table()
-    problems = specs(dtypes, acts, [_shape(text) for text in shapes])
+    problems = specs(dtypes, acts, [_shape(text) for text in shapes], added=added)
     found = []
     for at, spec in enumerate(problems):
         report(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}", at / len(problems))
@@ -134,10 +154,17 @@ def tune_(shapes: tuple[str, ...], dtypes: tuple[str, ...], acts: tuple[str, ...
         for tuned in found
     ]
     human = [
-        [f"{s.m}x{s.n}x{s.k}", s.in_dtype, str(r["config"]), f"{r['microseconds'] or 0:.1f}", str(len(t.refused))]
+        [
+            f"{s.m}x{s.n}x{s.k}",
+            s.in_dtype,
+            s.epilogue.key,
+            str(r["config"]),
+            f"{r['microseconds'] or 0:.1f}",
+            str(len(t.refused)),
+        ]
         for s, r, t in zip(problems, rows, found, strict=True)
     ]
-    columns = ("M x N x K", "dtype", "fastest", "microseconds", "refused")
+    columns = ("M x N x K", "dtype", "epilogue", "fastest", "microseconds", "refused")
     say.result({"path": str(table.path), "problems": rows}, lambda: _table(columns, human))
 
 
@@ -150,6 +177,8 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -22,7 +22,7 @@ def main() -> None:
         for m, n, k in ((1, 8, 16), (37, 40, 48), (130, 264, 80)):
             spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue)
             a, b, given = operands = tune.operands_for(spec, device)
-            usable = dispatch.candidates(spec, capability, tma_layout=True, native=dispatch.native_names())
+            usable = dispatch.candidates(spec, capability, tma_layout=True, native=dispatch.native_names(capability))
             for config in usable:
                 got = dispatch.run_config(spec, a, b, given, config)
                 error = tune.largest_error(spec, operands, got)

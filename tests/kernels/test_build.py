@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.kernels import build
+from accel.kernels import build, check
 
 pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
 
@@ -119,6 +119,17 @@ def test_the_next_build_clears_up_after_a_killed_one(start: Start, cache: Path) 
     assert not left.exists()
     assert sorted(path.name for path in made.path.parent.iterdir()) == [build.LIBRARY, build.RECORD]
     assert build.build(["sm_80"], units=()).cached
+
+
+def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
+    """Fails where the library without a GEMM that check compiles becomes the one that dispatch runs."""
+    mine = build.build(["sm_90a"], units=["sm90_fp16"])
+    proof = check._hand_written(lambda _message, _fraction: None)
+    assert proof.passed is False, "what the stand-in writes is no library"
+    assert list(cache.glob(f"check/*/{build.LIBRARY}"))
+    assert build.find_library() == mine.path
+    assert build.units_in(mine.path, (9, 0)) == {"sm90_fp16"}
+    assert build.units_in(mine.path, (8, 0)) == set()
 
 
 def test_a_build_at_work_keeps_its_folder(start: Start, cache: Path) -> None:

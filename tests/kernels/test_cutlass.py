@@ -7,16 +7,18 @@ a GPU, and where a wrong call gets anything but its error code.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere
-from accel.kernels import build, check, configs, dispatch, sass, units
+from accel.errors import BadConfig, BadFeeds, MissingExtra, UnknownName, UnsupportedHere
+from accel.kernels import build, check, configs, dispatch, native_launch, sass, units
 from accel.kernels.native import ACTS, DTYPES, Library, Problem
 from accel.kernels.units import FAMILIES, NATIVE, UNITS
 
@@ -191,3 +193,87 @@ def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: py
     assert build.find_library(tmp_path) == tmp_path / "new" / build.LIBRARY
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(tmp_path / "mine.so"))
     assert build.find_library(tmp_path) == tmp_path / "mine.so"
+
+
+def recorded(cache: Path, name: str, archs: list[str], files: list[str], age: int) -> Path:
+    """A library in the cache as far as its record goes, built ``age`` seconds ago."""
+    folder = cache / name
+    folder.mkdir(parents=True)
+    (folder / build.LIBRARY).write_bytes(b"x")
+    body = {"sources": build.sources_digest(), "archs": archs, "files": files}
+    (folder / build.RECORD).write_text(json.dumps(body))
+    os.utime(folder / build.RECORD, (1_700_000_000 - age, 1_700_000_000 - age))
+    return folder / build.LIBRARY
+
+
+def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
+    """Fails where a newer library hides the one that has more, or the only one that has anything, for this GPU."""
+    whole = recorded(tmp_path, "hopper", ["sm_80", "sm_90a"], ["sm80_fp16", "sm90_fp16", "sm90_bf16", "gemv"], age=300)
+    ampere = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "sm80_bf16", "gemv"], age=200)
+    recorded(tmp_path, "bare", ["sm_80", "sm_90a"], ["gemv"], age=100)
+    recorded(tmp_path, "host", ["host"], ["gemv"], age=0)
+    assert build.find_library(tmp_path, capability=(9, 0)) == whole
+    assert build.find_library(tmp_path, capability=(8, 6)) == ampere, "two units with code, the older has one"
+    assert build.find_library(tmp_path, capability=(12, 0)) is None
+    assert build.find_library(tmp_path) == whole
+    newer = recorded(tmp_path, "again", ["sm_90a"], ["sm90_fp16", "sm90_bf16", "quantize_rowwise"], age=50)
+    assert build.find_library(tmp_path, capability=(9, 0)) == newer, "of equals the newest"
+
+
+def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family sm80 is also for sm_120, but a library built for sm_80 alone has no code there."""
+    path = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "gemv"], age=0)
+    native_launch.installed.cache_clear()
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))
+    names = dict.fromkeys(["sm80_fp16_streamk_64x64", "a_name_of_another_version"], 0)
+    monkeypatch.setattr(native_launch, "Library", lambda path: SimpleNamespace(path=path, gemms=names))
+    assert native_launch.gemm_names((8, 0)) == {"sm80_fp16_streamk_64x64"}
+    assert native_launch.gemm_names((12, 0)) == set()
+    path.with_name(build.RECORD).unlink()
+    assert native_launch.gemm_names((12, 0)) == set(names), "a library without a record: dispatch looks at the families"
+    native_launch.installed.cache_clear()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no library"])
+def test_a_wrong_library_in_the_environment_is_an_error(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user asked for that file: another implementation in its place would be taken for it."""
+    path = tmp_path / "mine.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))
+    native_launch.installed.cache_clear()
+    for _ in range(2):  # the first failure must not be remembered as "none"
+        with pytest.raises(BadConfig, match=r"ACCEL_KERNEL_LIBRARY is .*mine\.so.*unset it") as caught:
+            dispatch.native_names((9, 0))
+    assert "\n" not in str(caught.value)
+    proof = check._tensor_cores(lambda _message, _fraction: None)
+    assert proof.passed is False
+    assert str(path) in proof.detail
+
+
+@pytest.mark.parametrize(
+    ("gemms", "kernels", "passed", "said"),
+    [
+        ([], [], None, "has no GEMM"),
+        (["sm80_fp16_streamk_64x64"], [], False, "holds no kernel"),
+        (["sm80_fp16_streamk_64x64"], [set()], False, "without a tensor-core product"),
+        (["sm80_fp16_streamk_64x64"], [{"HMMA"}], True, "1 configurations, 1 kernels, HMMA"),
+    ],
+)
+def test_no_gemm_is_no_proof(
+    gemms: list[str],
+    kernels: list[set[str]],
+    passed: bool | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(tmp_path / "mine.so"))
+    monkeypatch.setattr(check, "Library", lambda _path: SimpleNamespace(gemms=dict.fromkeys(gemms, 0)))
+    found = {("sm_80", f"cutlass{at}"): used for at, used in enumerate(kernels)}
+    monkeypatch.setattr(check.sass, "products", lambda _path: found)
+    proof = check._tensor_cores(lambda _message, _fraction: None)
+    assert proof.passed is passed
+    assert said in proof.detail

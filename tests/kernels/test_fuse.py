@@ -6,10 +6,13 @@ training mode), where batch norm is folded with a wrong formula, or where the ve
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import accel.kernels.fuse
 from accel.errors import GateFailed, UnsupportedHere
 from accel.kernels import modules
 from accel.kernels.fuse import fuse
@@ -61,6 +64,29 @@ def test_every_pattern_is_matched_and_reported() -> None:
     assert isinstance(model.up, nn.Linear), "the original must stay as it is"
 
 
+def test_as_the_readme_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``accel.kernels.fuse(module)``, with and without inputs. Without them nothing is known of shapes: the sum stays
+    outside, and every layer is verified by itself."""
+    torch.manual_seed(0)
+    model, x = Block().eval(), torch.randn(2, 3, 9, 7)
+    call: Any = accel.kernels.fuse
+    fused, report = call(model)
+    assert sorted(str(m) for m in report.matches) == [
+        "back: linear",
+        "conv: conv2d + batch_norm + silu",
+        "down: conv2d + batch_norm + relu",
+        "up: linear + gelu_tanh",
+    ]
+    assert report.left == (("depthwise", "it has 8 groups"),)
+    assert 0 < report.difference < 1e-5, "a fused sum differs in its last bits: zero means nothing was compared"
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+    assert "back: linear + residual" in [str(m) for m in call(model, (x,))[1].matches]
+    right = modules.fused_conv2d
+    monkeypatch.setattr(modules, "fused_conv2d", lambda *a, **k: right(*a, **{**k, "act": "none"}))
+    with pytest.raises(GateFailed, match="changed output 0"):
+        call(model)
+
+
 def test_a_broadcasting_sum_and_a_value_used_twice_are_not_taken_in() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -94,6 +120,46 @@ def test_a_module_that_can_not_be_traced_is_swapped_by_its_structure() -> None:
     assert not report.traced
     assert [str(m) for m in report.matches] == ["body.0: conv2d + batch_norm + relu", "body.4: linear"]
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """conv + bn + relu, and a sum with the skipped branch (a convolution too): strides, padding, another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.skip = nn.Conv2d(3, 8, 1, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)).relu() + self.skip(x)
+
+
+def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where the report says "+ residual" and the sum runs as an operation of its own behind the kernel."""
+    torch.manual_seed(0)
+    model, x = Residual().eval(), torch.randn(2, 3, 9, 7)
+    fused, report = fuse(model, (x,))
+    assert sum(match.residual for match in report.matches) == 1
+    inside: list[bool] = []
+    right = modules.fused_conv2d
+
+    def spy(*a: torch.Tensor, **k: Any) -> torch.Tensor:
+        inside.append(k["residual"] is not None)
+        return right(*a, **k)
+
+    monkeypatch.setattr(modules, "fused_conv2d", spy)
+    longer = torch.randn(5, 3, 12, 10)  # other sizes than those it was traced with
+    torch.testing.assert_close(fused(longer), model(longer), rtol=1e-5, atol=1e-5)
+    assert sorted(inside) == [False, True]
+    layer = modules.FusedConv2d(torch.randn(4, 3, 3, 2), None, "relu", (2, 1), (1, 2), (2, 1))
+    plain = layer(longer[:, :2])
+    channels = torch.randn(1, 4, 1, 1)
+    torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)  # broadcasts: outside
+    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # promotes: outside
+    assert inside[2:] == [False] * 3
+    torch.testing.assert_close(layer(longer[:, :2], plain), 2 * plain)
+    assert inside[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

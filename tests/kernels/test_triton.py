@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="needs the extra [kernels]")
 
 from accel.cli.kernels import command
-from accel.kernels import cross, dispatch, interpret, triton_kernels
-from accel.kernels.configs import ARCHS, CONFIGS, SHARED_LIMIT, get, shipped
+from accel.errors import BadFeeds
+from accel.kernels import build, cross, dispatch, interpret, native_launch, triton_kernels
+from accel.kernels.configs import ARCHS, CONFIGS, SHARED_LIMIT, Config, get, rows, shipped
+from accel.kernels.gemm import fused_gemm
 from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.units import NATIVE, NativeConfig
 
@@ -90,13 +93,44 @@ def test_every_configuration_compiles(name: str, dtype: str, arch: int) -> None:
 
 def test_a_bad_build_is_named() -> None:
     right = cross.Compiled(
-        config="gemm_128x128", dtype="fp16", arch=90, shared=1000, registers=99, spilled=0, instruction="wgmma"
+        config="gemm_128x128", dtype="fp16", arch=90, shared=1000, registers=99, spilled=0, instruction="wgmma f16"
     )
     assert right.problem == ""
-    assert "wgmma was to be" in replace(right, instruction="mma.sync").problem
+    assert "wgmma f16 was to be" in replace(right, instruction="mma.sync f16").problem
+    assert "wgmma f16 where wgmma s8 was to be" in replace(right, dtype="int8").problem, "widened: half the speed"
+    assert "wgmma e4m3 was to be" in replace(right, dtype="fp8_e4m3").problem
+    assert "wgmma f16, wgmma s8 where" in replace(right, dtype="int8", instruction="wgmma f16, wgmma s8").problem
     assert "no tensor-core" in replace(right, instruction="").problem
     assert "spilled" in replace(right, spilled=8).problem
     assert "shared memory" in replace(right, shared=300_000).problem
+
+
+PTX = {
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1};": "mma.sync bf16",
+    "@%p1 mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {%r1};": "mma.sync s8",
+    "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r1};": "mma.sync e4m3",
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1};": "mma.sync tf32",
+    "wgmma.fence.sync.aligned;\n wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%r1};": "wgmma e4m3",
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%r1};": "wgmma f16",
+    "@p tcgen05.mma.cta_group::1.kind::f8f6f4 [ %r1 + 0 ], %rd1;": "tcgen05.mma kind::f8f6f4",
+    "tcgen05.mma.cta_group::1.kind::i8 [ %r1 ];\nmma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1};": (
+        "mma.sync f16, tcgen05.mma kind::i8"
+    ),
+    "// mma.sync in a comment\nfma.rn.f32 %f1;": "",
+}
+
+
+@pytest.mark.parametrize("ptx", PTX)
+def test_the_type_of_the_operands_is_read_from_the_ptx(ptx: str) -> None:
+    assert cross._instruction(f"\t{ptx}\n") == PTX[ptx]
+
+
+@pytest.mark.parametrize(("dtype", "word"), [("int8", "s8"), ("fp8_e4m3", "e4m3"), ("bf16", "bf16")])
+def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) -> None:
+    """fp8 or int8 that is widened to fp16 computes the same and is half as fast: the instruction's type tells."""
+    made = cross.compile_config(get("gemm_64x64"), dtype, 90)
+    assert made.instruction == f"wgmma {word}"
+    assert made.problem == ""
 
 
 KINDS = ("triton", "cutlass", "cuda")
@@ -151,6 +185,44 @@ def test_dispatch_takes_only_what_is_shipped(
             assert "tma" not in choice.config.name or tma
 
 
+def test_a_residual_of_another_dtype_is_never_rounded() -> None:
+    """CUTLASS would read it in the output's dtype: an fp32 1e5 becomes infinite in fp16."""
+    spec = GemmSpec(m=512, n=512, k=512, epilogue=EpilogueSpec(residual=True))
+
+    def kinds(spec: GemmSpec, residual: str | None) -> set[type]:
+        found = dispatch.candidates(spec, (8, 0), tma_layout=True, native=list(NATIVE), residual_dtype=residual)
+        tuned = "sm80_fp16_streamk_64x64"
+        choice = dispatch.choose(
+            spec, (8, 0), tma_layout=True, native=list(NATIVE), residual_dtype=residual, tuned_name=tuned
+        )
+        assert type(choice.config) in {type(config) for config in found}
+        return {type(config) for config in found}
+
+    assert kinds(spec, "fp16") == kinds(spec, None) == {Config, NativeConfig}
+    assert kinds(spec, "fp32") == kinds(spec, "bf16") == {Config}
+    assert kinds(GemmSpec(m=512, n=512, k=512), "fp32") == {Config, NativeConfig}, "there is no residual"
+    a = torch.zeros(512, 512, dtype=torch.float16)
+    with pytest.raises(BadFeeds, match="takes a residual in fp16"):
+        native_launch.run_gemm(spec, a, a.t(), {"residual": a.float()}, NATIVE["sm80_fp16_streamk_64x64"])
+
+
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_the_dtype_of_the_residual_reaches_dispatch(residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the operator: 1e5 in fp32 plus -1e5 from the product is 0, and not infinite."""
+    seen = []
+    right = dispatch.choose_for
+
+    def spy(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> dispatch.Choice:
+        seen.append(operands["residual"].dtype)
+        return right(spec, a, b, operands)
+
+    monkeypatch.setattr(dispatch, "choose_for", spy)
+    a, b = torch.full((4, 10), -100.0, dtype=torch.float16), torch.full((10, 4), 100.0, dtype=torch.float16)
+    out = fused_gemm(a, b, residual=torch.full((4, 4), 1e5, dtype=residual))
+    assert seen == [residual]
+    assert float(out.float().abs().max()) <= (0 if residual is torch.float32 else 1e5 * 2.0**-8)
+
+
 def test_why_says_why() -> None:
     spec = GemmSpec(m=4096, n=4096, k=4096, epilogue=EpilogueSpec(act="silu"))
     assert dispatch.why(spec, (9, 0), tma_layout=True, native=()).startswith("triton gemm_tma_128x128: sm_90")
@@ -175,6 +247,22 @@ def test_list_as_json() -> None:
     assert names["cuda"] == ["gemv", "quantize_rowwise", "im2col"]
     assert sum(map(len, names.values())) == len(listed)
     assert all({"op", "dtypes", "tile", "archs"} <= set(row) for row in listed)
+    taken = {row["name"] for row in listed if row["dispatched"]}
+    assert taken == set(names["triton"]) | set(names["cutlass"])
+
+
+def test_what_is_listed_as_dispatched_can_be_chosen() -> None:
+    """Every GEMM and convolution of the list, and no other, is among the candidates of some problem."""
+    reached = {"quantize_1024"}  # not chosen among several: ``run_quantize`` has this one
+    for dtype in IN_DTYPES:
+        for out in ("fp16", "bf16", "fp32"):
+            spec = GemmSpec(m=64, n=64, k=64, in_dtype=dtype, epilogue=EpilogueSpec(out_dtype=out))
+            conv = ConvSpec(images=1, height=8, width=8, c_in=64, c_out=64, kernel=(1, 1), in_dtype=dtype)
+            for problem in (spec, conv):
+                for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+                    found = dispatch.candidates(problem, capability, tma_layout=True, native=list(NATIVE))
+                    reached |= {config.name for config in found}
+    assert reached == {row["name"] for row in rows() if row["dispatched"]}
 
 
 @pytest.mark.proof
@@ -186,6 +274,10 @@ def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     proofs = {row["what"]: row for row in json.loads(result.output)["proofs"]}
     assert proofs["interpreter, ragged shapes"]["passed"] is True
     assert all(proofs[f"cross-compilation for sm_{arch}"]["passed"] for arch in ARCHS)
+    if build.find_nvcc() is not None:
+        assert proofs["hand-written kernels, compiled"]["passed"] is True
+    assert proofs["tensor-core GEMMs (CUTLASS)"]["passed"] is None, "what check builds has no GEMM: nothing is proven"
+    assert build.find_library() is None, "what check builds is not what dispatch runs"
     monkeypatch.setattr(interpret, "run", lambda: {"a case": float("nan")})
     failed = CliRunner().invoke(command, ["check", "--quiet"])
     assert "don't use the kernels" in str(failed.exception)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from accel.cli.kernels import command
 from accel.errors import CannotWrite, UnknownName, UnsupportedHere
-from accel.kernels import dispatch, reference, tune, tuned
+from accel.kernels import dispatch, problem, reference, tune, tuned
 from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.tune import Candidate, choose_fastest
 from accel.kernels.tuned import Device, Entry, Key, Table, bucket, key_of
@@ -81,9 +81,13 @@ def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
-    """The CPU's result passes; the same with one element off by four units of its dtype, a scale or the bias left out,
-    or the next activation, does not."""
-    spec = tune.specs([dtype], [act], [(300, 40, 56)])[0]
+    """The CPU's result passes; the same with one element off by four units of its dtype, a scale, the bias or the
+    residual left out, or the next activation, does not."""
+    for spec in tune.specs([dtype], [act], [(300, 40, 56)], added=("bias", "none", "bias+residual")):
+        verified(spec, act)
+
+
+def verified(spec: GemmSpec, act: str) -> None:
     operands = tune.operands_for(spec, torch.device("cpu"))
     a, b, given_ = operands
     right = dispatch.run_gemm(spec, a, b, given_)
@@ -198,6 +202,48 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
     assert "the fastest" not in chosen("a kernel of an older version")
     bf16 = replace(spec, in_dtype="bf16", epilogue=EpilogueSpec(out_dtype="bf16"))
     assert "the fastest" not in chosen("sm80_fp16_streamk_64x64", bf16)
+
+
+def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU of 9.0 that was tuned: the same words as the decision that ``choose_for`` takes there."""
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "device_of", lambda _index: DEVICE)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    Table().put(KEY, Entry(config="gemm_64x64", microseconds=1.0, error=0.5))
+    told = dispatch.why(SPEC, (9, 0), native=())
+    assert told == "triton gemm_64x64: the fastest that accel kernels tune found for this problem"
+    assert "the fastest" not in dispatch.why(SPEC, (8, 0), native=()), "that is another GPU"
+    assert "the fastest" not in dispatch.why(replace(SPEC, n=48), (9, 0), native=())
+    assert "triton gemm_128x128: the fastest" in dispatch.why(SPEC, (9, 0), native=(), tuned_name="gemm_128x128")
+
+
+def test_what_a_layer_asks_for_is_among_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch looks exact keys up: no bias, a residual, or int8 in and bf16 out each need an entry of their own."""
+    seen: list[GemmSpec] = []
+
+    def tuned_one(spec: GemmSpec, _table: Table) -> tune.Tuned:
+        seen.append(spec)
+        return tune.Tuned(key=key_of(spec, DEVICE), entry=None, timed={}, refused={})
+
+    monkeypatch.setattr(tune, "tune_gemm", tuned_one)
+    words = ["tune", "--shape", "64x40x56", "--dtype", "fp16", "--dtype", "int8", "--act", "silu"]
+    assert CliRunner().invoke(command, words).exit_code == 0
+    made = {key_of(spec, DEVICE).text for spec in seen}
+    assert len(made) == len(seen) == 9, "three epilogues, for int8 with two outputs"
+    a, b = torch.ones(33, 56, dtype=torch.float16), torch.ones(56, 40, dtype=torch.float16)
+    bias, residual = torch.ones(40), torch.ones(33, 40, dtype=torch.float16)
+    scales = {"row_scale": torch.ones(33), "col_scale": bias}
+    for operands in ({}, {"bias": bias}, {"bias": bias, "residual": residual}):
+        spec = problem.gemm_spec(a, b, operands, "silu", None)
+        assert key_of(spec, DEVICE).text in made, spec
+        for out in (torch.float16, torch.bfloat16):
+            spec = problem.gemm_spec(a.to(torch.int8), b.to(torch.int8), operands | scales, "silu", out)
+            assert key_of(spec, DEVICE).text in made, spec
+    wrong = CliRunner().invoke(command, [*words, "--add", "biases"])
+    assert isinstance(wrong.exception, UnknownName)
 
 
 def test_without_a_gpu_one_line_says_so() -> None:

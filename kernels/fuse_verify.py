@@ -1,0 +1,77 @@
+"""Whether a fused module computes what the original does: both run on the same inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.errors import GateFailed
+
+# The largest difference allowed, relative to the largest element of the output, by the output's dtype: a hundred
+# roundings of an fp32 chain, and four of the 16-bit formats (which the original rounds more often than the fused one).
+LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
+ACTS = {
+    "none": nn.Identity(),
+    "relu": nn.ReLU(),
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "gelu_erf": nn.GELU(),
+    "silu": nn.SiLU(),
+}
+
+
+def verify_layer(
+    layer: nn.Linear | nn.Conv2d, norm: nn.Module | None, act: str, fused: nn.Module
+) -> tuple[float, float]:
+    """``verify`` for one layer and what follows it, with random inputs made for it."""
+    before = nn.Sequential(layer, *([norm] if norm is not None else []), ACTS[act]).eval()
+    shape: tuple[int, ...]
+    if isinstance(layer, nn.Linear):
+        shape = (4, layer.in_features)
+    else:  # three pixels out and more, whatever the padding
+        taps = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+        shape = (2, layer.in_channels, *(far * (tap - 1) + 1 + 2 * step for tap, step, far in taps))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(layer.weight)
+    return verify(before, fused, (x,))
+
+
+def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[float, float]:
+    """The largest difference relative to its output's largest element, and the limit that held for it.
+
+    Raises ``GateFailed`` where it is over the limit, or where shape or dtype differ.
+    """
+    with torch.no_grad():
+        # Each gets inputs of its own: a model may write into them.
+        wanted = _tensors(before(*copy.deepcopy(tuple(inputs))))
+        got = _tensors(after(*copy.deepcopy(tuple(inputs))))
+    worst, limit = 0.0, LIMITS[torch.float32]
+    for at, (reference, value) in enumerate(zip(wanted, got, strict=True)):
+        if value.shape != reference.shape or value.dtype != reference.dtype:
+            raise GateFailed(
+                f"fusing made output {at} {value.dtype} {list(value.shape)}, it was {reference.dtype} "
+                f"{list(reference.shape)}; leave this module unfused and report it"
+            )
+        if not reference.numel():
+            continue
+        allowed = LIMITS.get(reference.dtype, 0.0)
+        scale = max(float(reference.double().abs().max()), 1e-30)
+        difference = float((value.double() - reference.double()).abs().max()) / scale
+        if not difference <= allowed:
+            raise GateFailed(
+                f"fusing changed output {at} by {difference:.3g} of its largest element, the limit is {allowed:.3g}; "
+                "leave this module unfused and report it"
+            )
+        if difference >= worst:
+            worst, limit = difference, allowed
+    return worst, limit
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple) else []
