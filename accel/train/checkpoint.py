@@ -64,7 +64,8 @@ class Checkpoints:
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Write ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
 
-        Asynchronous where the config says so: the tensors are copied first, and the save before it is waited for.
+        Asynchronous where the config says so: the tensors are copied first, and the save before it is waited for. It is
+        finished by ``wait``, which every rank has to call together: best as soon as no rank is ``writing`` any more.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -92,8 +93,18 @@ class Checkpoints:
             raise self._unwritten(final, error) from error
         self._finish(final, dict(run))
 
+    @property
+    def pending(self) -> bool:
+        """Whether a save in the background isn't finished; the same on every rank."""
+        return self._pending is not None
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's part of the save in the background is still on its way to the disk."""
+        return self._pending is not None and not self._pending[0].done()
+
     def wait(self) -> None:
-        """Until the save in the background is whole."""
+        """Until the save in the background is whole, and has its name."""
         if self._pending is None:
             return
         (future, final, run), self._pending = self._pending, None

@@ -63,6 +63,7 @@ class Trainer:
         self.expected = 0.0  # targets that the last step counted
         self.checked = ranks.tp is None  # whether what tensor parallel doesn't cut was seen to stay the same
         self.metrics: dict[str, float] = {}
+        self.written = True  # whether no rank wrote a checkpoint in the background when this step's losses were added
 
     def run(self) -> dict[str, Any]:
         """Train to ``config.steps``; what happened: steps, the last loss, metrics, seconds."""
@@ -121,8 +122,11 @@ class Trainer:
         if not ranks.counts:
             seen.zero_()
         if ranks.world > 1:
+            # Whether anybody still writes a checkpoint travels with the loss: no collective more, and all know it.
+            seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing])))
             dist.all_reduce(seen)
-        total_loss, counted = seen.tolist()
+        total_loss, counted, *writing = seen.tolist()
+        self.written = not any(writing)
         if counted == 0:
             raise BadData(f"no target of step {self.step + 1} is counted (all are -100); give data with targets")
         back = expected / (self.scale.scale * counted)
@@ -172,8 +176,10 @@ class Trainer:
 
     def _between(self) -> None:
         every, config = self.config.checkpoint.every, self.config
-        if self.step == config.steps:  # finish() does both
+        if self.step == config.steps:  # finish() does it all
             return
+        if self.checkpoints.pending and self.written:
+            self.checkpoints.wait()
         best = False
         if self.evaluate is not None and config.evaluate_every and self.step % config.evaluate_every == 0:
             best = self.measure()
@@ -182,6 +188,7 @@ class Trainer:
 
     def measure(self) -> bool:
         """``evaluate`` on rank 0, with the whole weights in a model of their own; whether it was the best so far."""
+        self.checkpoints.wait()  # a save in the background has the group of these collectives
         best = torch.zeros(1)
         state = gather(self.module.state_dict(), self.ranks)
         if state is not None and self.evaluate is not None:

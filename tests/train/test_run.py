@@ -315,13 +315,22 @@ def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# Where a rank is killed, once: in a step, with its shards of a checkpoint written, with half of final/ written.
+# Where a rank is killed, once: in the second step after a checkpoint that is on the disk in the first one (so that only
+# its name is missing then), with its shards of a checkpoint written, with half of final/ written.
 _KILLS = {
     "in a step": """
+from accel.train.checkpoint import Checkpoints
+whole, saves = Checkpoints.save, []
+def save(self, state, run):
+    whole(self, state, run)
+    saves.append(self)
+Checkpoints.save = save
 def dies(outputs, targets):
     from accel.train.loss import cross_entropy
     global _calls
     _calls += 1
+    if _calls == 9:
+        saves[-1]._pending[0].result(60)
     if _calls == 11:
         kill("1")
     return cross_entropy(outputs, targets)
@@ -359,8 +368,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Fails if a SIGKILL ends the run, what follows isn't the curve of a run that nobody disturbed, the weights differ
-    in the end, or something half-written is left."""
+    """Fails if a SIGKILL ends the run, it costs more than what came after the last checkpoint on the disk, what follows
+    isn't the curve of a run that nobody disturbed, the weights differ in the end, or something half-written is left."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -372,6 +381,10 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
     result = train(_config(loss=f"{source}:dies", **_COMMON), out, nproc=2, max_restarts=1)
     assert (tmp_path / "killed").exists()
     assert result["steps"] == 8
+    steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
+    first = {"in the consolidation": []}.get(where, [5, 6, 7, 8])  # the steps after the restart
+    assert steps[len(steps) - len(first) :] == first
+    assert steps[: len(steps) - len(first)] == list(range(1, len(steps) - len(first) + 1))
     undisturbed, disturbed = _log(calm), _log(out)
     assert len(undisturbed) == 8
     assert len(disturbed) >= 8
