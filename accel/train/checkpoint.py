@@ -15,7 +15,7 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,10 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def load_newest(
-        self, wanted: Callable[[Mapping[str, Any]], dict[str, Any]], model: str
+        self, wanted: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]], model: str
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Read the newest sound checkpoint into the tensors that ``wanted`` gives for its ``run.json``, in place.
+        """Read the newest sound checkpoint into the tensors that ``wanted`` gives for its ``run.json`` and the names
+        that all ranks saved, in place.
 
         Returns ``run.json`` and the tensors, None where there is no checkpoint. Every rank calls it and takes the same
         one; ``damaged`` says what was passed over.
@@ -189,7 +190,7 @@ class Checkpoints:
                 run = self.check(path, model)
                 wrong = self._wrong(path, run)
                 if not wrong:
-                    state = wanted(run)
+                    state = wanted(run, self._names(path))
                     self._read(path, state)
                     return run, state
             except _Unreadable as error:
@@ -199,6 +200,13 @@ class Checkpoints:
         if found:
             raise BadCheckpoint(f"no checkpoint can be read: {self.damaged[0]}; restore it, or start with --fresh")
         return None
+
+    def _names(self, path: Path) -> Collection[str]:
+        try:
+            names: Collection[str] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        except _FAILED as error:
+            raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
+        return names
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:

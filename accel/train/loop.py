@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -213,9 +213,14 @@ class Trainer:
         found = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
-    def _wanted(self, run: Mapping[str, Any]) -> dict[str, Any]:
-        """What is read from the checkpoint that ``run`` describes."""
+    def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """What is read from the checkpoint that ``run`` describes and that has ``names``."""
         memory, saved = self.built.memory, run.get("powersgd") or {}
+        self.optimizer.materialise()
+        before = run["config"]["optimizer"]
+        if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
+            # Else what the other optimizer didn't keep would be taken for what hadn't begun yet.
+            self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
             found |= {f"compression.{name}": value for name, value in memory.empty().items()}
@@ -244,7 +249,6 @@ class Trainer:
         """Go on from the newest finished checkpoint there is, written on whatever world size and ZeRO stage."""
         if not self.checkpoints.complete():
             return
-        self.optimizer.materialise()
         found = self.checkpoints.load_newest(self._wanted, self.config.model)
         assert found is not None
         run, state = found

@@ -12,22 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import SMALL, config_of, trainer_of
 
 from accel.cli import group, run
-from accel.errors import BadCheckpoint, BadConfig, BadData, CannotWrite, InvalidModel, TrainingFailed
+from accel.errors import BadConfig, BadData, CannotWrite, InvalidModel, TrainingFailed
 from accel.sources import open_source
 from accel.train import watchdog
 from accel.train.config import TrainConfig
 from accel.train.launch import train
 from accel.train.layout import join
 from accel.train.loop import Trainer
-
-SMALL = Path(__file__).parent / "small.py"
-
-
-def _config(**tables: object) -> TrainConfig:
-    body = {"model": f"{SMALL}:model", "data": f"{SMALL}:data", "steps": 4, "global_batch": 8, "micro_batch": 4}
-    return TrainConfig.from_dict({**body, "log_every": 1, **tables})
 
 
 @pytest.mark.slow
@@ -84,29 +78,17 @@ def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     """Fails if a run in two halves (adamw, fp32 master weights, dropout seeds, schedule) differs from one in one
     piece."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
-    train(_config(steps=6, **tables), tmp_path / "whole")
-    train(_config(steps=3, **tables), tmp_path / "halves")
-    result = train(_config(steps=6, **tables), tmp_path / "halves")
+    train(config_of(steps=6, **tables), tmp_path / "whole")
+    train(config_of(steps=3, **tables), tmp_path / "halves")
+    result = train(config_of(steps=6, **tables), tmp_path / "halves")
     assert result["steps"] == 6
     assert _log(tmp_path / "halves") == _log(tmp_path / "whole")
 
 
-def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
-    """Fails if more than ``keep`` are kept, the best one goes, or a finished run leaves an unfinished folder."""
-    source = tmp_path / "scores.py"
-    source.write_text(
-        "score = [0.1, 0.9, 0.5, 0.4, 0.3, 0.2]\ndef evaluate(module):\n    return {'top1': score.pop(0)}\n"
-    )
-    checkpoint = {"every": 1, "keep": 2, "best": "top1"}
-    train(_config(steps=6, evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint=checkpoint), tmp_path / "run")
-    names = sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["best.json", "step-00000002", "step-00000005", "step-00000006"]
-
-
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     """Fails if training goes on after a NaN, the step or the parameter isn't named, or the last checkpoint is lost."""
-    config = _config(steps=9, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 1.0})
-    train(_config(steps=2, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 0.1}), tmp_path)
+    config = config_of(steps=9, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 1.0})
+    train(config_of(steps=2, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 0.1}), tmp_path)
     text = SMALL.read_text() + "\n\ndef broken(outputs, targets):\n    total, count = overflow_once(outputs, targets)\n"
     (tmp_path / "broken.py").write_text(text + "    return total * float('nan'), count\n")
     config = TrainConfig.from_dict({**_plain(config), "loss": f"{tmp_path / 'broken.py'}:broken"})
@@ -117,7 +99,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 
 def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
     """Fails if a weight that is no number is hidden behind the first gradient that it made so."""
-    trainer = _trainer(tmp_path)
+    trainer = trainer_of(tmp_path)
     with torch.no_grad():
         trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
     with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
@@ -140,87 +122,13 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path) -> None:
         "    return cross_entropy(outputs, targets)\n"
     )
     with pytest.raises(TrainingFailed, match="rank 1: ValueError: the disk of this rank is gone"):
-        train(_config(loss=f"{source}:one_fails", micro_batch=4), tmp_path / "run", nproc=2)
+        train(config_of(loss=f"{source}:one_fails", micro_batch=4), tmp_path / "run", nproc=2)
 
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     """Fails if the refusal of a rank doesn't reach the caller with its own kind and words."""
     with pytest.raises(BadData, match="the data has 96 samples, a global batch takes 128"):
-        train(_config(global_batch=128), tmp_path)
-
-
-def _trainer(out: Path, **tables: object) -> Trainer:
-    config = _config(**tables)
-    return Trainer(config, out, join(config))
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
-    """Fails if a shard that is cut, changed in one bit or missing is loaded, isn't named, or ends the run."""
-    trainer = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
-    batches = trainer.batches()
-    losses = []
-    for _ in range(3):
-        losses.append(trainer.one_step(batches)["loss"])
-        trainer.save()
-    newest = tmp_path / "checkpoints" / "step-00000003"
-    shard = newest / ".metadata" if damage == "metadata" else next(newest.glob("*.distcp"))
-    whole = bytearray(shard.read_bytes())
-    if damage == "gone":
-        shard.unlink()
-    else:
-        whole[len(whole) // 2] ^= 1
-        shard.write_bytes(whole[: len(whole) // 2] if damage == "cut" else whole)
-    resumed = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
-    resumed.resume()
-    assert resumed.step == 2
-    assert shard.name in resumed.checkpoints.damaged[0]
-    assert resumed.one_step(resumed.batches())["loss"] == losses[2]
-    resumed.save()  # writes the damaged one anew
-    again = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
-    again.resume()
-    assert (again.step, again.checkpoints.damaged) == (3, [])
-
-
-def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    """Fails if a folder without its last file is resumed from, or a run whose checkpoints are all bad starts over."""
-    trainer = _trainer(tmp_path)
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    (tmp_path / "checkpoints" / "step-00000002" / "run.json").unlink()
-    resumed = _trainer(tmp_path)
-    resumed.resume()
-    assert resumed.step == 1
-    next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
-    with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .* is missing or cut short; restore it"):
-        _trainer(tmp_path).resume()
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a run takes up weights of another model that happen to be in its folder."""
-    trainer = _trainer(tmp_path)
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    other = tmp_path / "other.py"
-    other.write_text(SMALL.read_text())
-    with pytest.raises(BadCheckpoint, match=r"is of the model .*small.py:model, not .*other.py:model"):
-        _trainer(tmp_path, model=f"{other}:model").resume()
-
-
-def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """Fails if a run whose model factory was edited takes up a part of the old weights, or starts over in silence."""
-    source = tmp_path / "source.py"
-    source.write_text(SMALL.read_text())
-    trainer = _trainer(tmp_path, model=f"{source}:model")
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
-    with pytest.raises(
-        BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 can't be read \(Size mismatch .*--fresh"
-    ):
-        train(_config(model=f"{source}:model"), tmp_path)
+        train(config_of(global_batch=128), tmp_path)
 
 
 # Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
@@ -259,7 +167,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
         "def full():\n    if not Path(__file__).with_name('room').exists():\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n" + _FULL[what]
     )
-    out, config = tmp_path / "run", _config(loss=f"{source}:dies", **_COMMON)
+    out, config = tmp_path / "run", config_of(loss=f"{source}:dies", **_COMMON)
     with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
         train(config, out, nproc=2)
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
@@ -273,7 +181,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
 
 def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
     """Fails if a file of ``final/`` that training didn't write is exported, or a whole one isn't opened."""
-    train(_config(steps=1), tmp_path)
+    train(config_of(steps=1), tmp_path)
     artifact = open_source(tmp_path)
     assert [str(spec) for spec in artifact.signature.inputs] == ["ids:int64[batch,16]{0..60}"]
     weights = tmp_path / "final" / "model-00001-of-00001.safetensors"
@@ -361,7 +269,7 @@ from accel.train.loss import cross_entropy as dies
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody disturbed."""
     out = tmp_path_factory.mktemp("calm")
-    train(_config(**_COMMON), out, nproc=2)
+    train(config_of(**_COMMON), out, nproc=2)
     return out
 
 
@@ -378,7 +286,7 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
         "        flag.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n\n" + _KILLS[where]
     )
     out = tmp_path / "killed_run"
-    result = train(_config(loss=f"{source}:dies", **_COMMON), out, nproc=2, max_restarts=1)
+    result = train(config_of(loss=f"{source}:dies", **_COMMON), out, nproc=2, max_restarts=1)
     assert (tmp_path / "killed").exists()
     assert result["steps"] == 8
     steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
@@ -411,7 +319,7 @@ def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
         f"    if _calls == 4 and os.environ['RANK'] == '1':\n        {how}\n"
         "    return cross_entropy(outputs, targets)\n"
     )
-    config = _config(steps=50, loss=f"{source}:hangs", hang_seconds=15.0, parallel={"zero": 3})
+    config = config_of(steps=50, loss=f"{source}:hangs", hang_seconds=15.0, parallel={"zero": 3})
     where = "is in hangs at .*source.py" if "sleep" in how else "doesn't answer"
     with pytest.raises(TrainingFailed, match=rf"no step in 15 s: rank 1 {where}") as caught:
         train(config, tmp_path / "run", nproc=2)
@@ -466,7 +374,7 @@ def _read(path: Path) -> str:
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
     """Fails if the MFU isn't what the model's products take of the peak, or the TensorBoard file lacks a step."""
-    config = _config(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
+    config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     train(config, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     # 2 FLOPs a weight of a product and position, three products in the MLP and attention of 3 blocks, and the head;
