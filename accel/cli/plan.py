@@ -51,7 +51,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
 @click.option("--pipeline", help="gpipe, 1f1b, interleaved or zero-bubble.")
 @click.option("--hpz", type=int, default=0, help="ZeRO++: ranks that hold a second shard of the parameters.")
 @click.option("--qwz", is_flag=True, help="ZeRO++: gather parameters as int8.")
-@click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int4.")
+@click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int8.")
 @click.option("--inference", is_flag=True, help="Weights and KV cache instead of training.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, to infer.")
 @click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. Lists every layout that fits, fastest first.")
