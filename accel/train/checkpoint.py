@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from accel.errors import BadCheckpoint, CannotWrite
+from accel.errors import BadCheckpoint, BadConfig, CannotWrite
 from accel.train.config import CheckpointConfig
 
 dcp: Any = torch.distributed.checkpoint  # its names are not declared as exported
@@ -147,8 +147,13 @@ class Checkpoints:
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """On rank 0: note that ``step`` is the best, where it is. The folder is kept whatever ``keep`` says."""
         name = self.config.best
-        if not name or name.removeprefix("-") not in metrics:
+        if not name:
             return False
+        if name.removeprefix("-") not in metrics:
+            raise BadConfig(
+                f"checkpoint.best is {name!r}, and evaluate measures {', '.join(metrics) or 'nothing'}; "
+                "name one of them"
+            )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)
         best = self.best()
         if best is not None and best["value"] >= value:

@@ -44,6 +44,7 @@ class Trainer:
         self.config, self.out, self.ranks = config, out, ranks
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # convolutions; torch lets them by default
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
@@ -138,7 +139,8 @@ class Trainer:
         norm = float(gradient_norm(parameters, ranks.pp.get_group() if ranks.pp is not None else None)) * back
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
-        if not finite and not self.scale.enabled:
+        # No loss scale mends a weight that is no number.
+        if not finite and (not self.scale.enabled or any(_is_bad(p.detach()) for p in parameters)):
             raise TrainingFailed(self._not_finite(mean))
         rate = learning_rate(config, self.step)
         if finite:
@@ -148,7 +150,10 @@ class Trainer:
             self.optimizer.step()
         self.skipped = 0 if finite else self.skipped + 1
         if self.skipped == _MOST_SKIPPED:
-            raise TrainingFailed(f"{_MOST_SKIPPED} steps in a row overflowed; use --precision.mode=bf16 or a lower lr")
+            raise TrainingFailed(
+                f"{_MOST_SKIPPED} steps in a row overflowed, the loss is {mean:g}{self._first_bad()}; use "
+                "--precision.mode=bf16 or a lower lr, or look at the data"
+            )
         self.scale.update(finite=finite)
         self.optimizer.zero_grad()
         self.step += 1
@@ -163,15 +168,16 @@ class Trainer:
         stream = (self.step * ranks.data_ranks + ranks.data_rank) * parts + part
         return (self.config.seed << 32) + stream + (stage << 48)
 
-    def _not_finite(self, loss: float) -> str:
+    def _first_bad(self) -> str:
         named = list(zip(self.optimizer.names, self.optimizer.parameters, strict=True))
         # Weights first: where one of them is bad, every gradient is.
         found = [(name, p.detach()) for name, p in named] + [(f"the gradient of {name}", p.grad) for name, p in named]
-        bad = next((f"; the first that isn't finite is {name}" for name, value in found if _is_bad(value)), "")
+        return next((f"; the first that isn't finite is {name}" for name, value in found if _is_bad(value)), "")
+
+    def _not_finite(self, loss: float) -> str:
         return (
-            f"the loss is {loss:g} at step {self.step + 1}{bad}; the last checkpoint is kept, look at the data or "
-            f"lower the "
-            "learning rate"
+            f"the loss is {loss:g} at step {self.step + 1}{self._first_bad()}; the last checkpoint is kept, look at "
+            "the data or lower the learning rate"
         )
 
     def _between(self) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from runs import SMALL, config_of, trainer_of
 
-from accel.errors import BadCheckpoint
+from accel.errors import BadCheckpoint, BadConfig
 from accel.train.launch import train
+from accel.train.layout import join
+from accel.train.loop import Trainer
 
 
 def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
@@ -21,6 +23,15 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
     train(config_of(steps=6, evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint=checkpoint), tmp_path / "run")
     names = sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["best.json", "step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
+    """Fails if a mistyped metric means that no checkpoint is ever the best, in silence."""
+    source = tmp_path / "scores.py"
+    source.write_text("def evaluate(module):\n    return {'top1': 0.5, 'loss': 1.0}\n")
+    config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
+    with pytest.raises(BadConfig, match=r"best is '-los', and evaluate measures top1, loss; name one of them"):
+        Trainer(config, tmp_path, join(config)).run()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])

@@ -58,7 +58,7 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
     """Fails if what FSDP and tensor parallel trained together, or a pipeline, isn't a source for export and bench as it
     is, or the exported model isn't what was trained."""
     out, model = tmp_path / "run", tmp_path / "gpt.onnx"
-    small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --json -q"
+    small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --checkpoint.best= --json -q"
     assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
     assert json.loads(capsys.readouterr().out)["loss"] < 4.5  # log 128 is 4.85
     assert run(group, ["export", str(out), "-o", str(model), "--no-cache", "-q"]) == 0
@@ -104,6 +104,46 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
         trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
     with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
         trainer.one_step(trainer.batches())
+
+
+@pytest.mark.parametrize("broken", ["a weight", "the loss"])
+def test_what_is_no_number_in_float16_is_named(tmp_path: Path, broken: str) -> None:
+    """Fails if a loss scale that can't help hides which weight is no number, or, where every step is skipped, what."""
+    source = tmp_path / "broken.py"
+    source.write_text(
+        "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
+        "    total, count = cross_entropy(outputs, targets)\n    return total * float('nan'), count\n"
+    )
+    tables = {"loss": f"{source}:loss"} if broken == "the loss" else {}
+    trainer = trainer_of(tmp_path, steps=60, precision={"mode": "fp16"}, **tables)
+    batches = trainer.batches()
+    if broken == "a weight":
+        with torch.no_grad():
+            trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
+        with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
+            trainer.one_step(batches)
+        return
+    for _ in range(49):
+        assert trainer.one_step(batches)["skipped"]
+    with pytest.raises(
+        TrainingFailed, match=r"50 steps in a row overflowed, the loss is nan; .* the gradient of embed.tokens.weight;"
+    ):
+        trainer.one_step(batches)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_is_for_convolutions_too(tmp_path: Path, tf32: bool) -> None:
+    """Fails if ``precision.tf32`` doesn't switch both products and convolutions on a GPU, which torch sets apart."""
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [place.allow_tf32 for place in places]
+    try:
+        for place in places:
+            place.allow_tf32 = not tf32
+        trainer_of(tmp_path, precision={"tf32": tf32})
+        assert [place.allow_tf32 for place in places] == [tf32, tf32]
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
 
 
 def _plain(config: TrainConfig) -> dict[str, object]:
