@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,17 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
     )
 
 
-def search_for_config(config: TrainConfig, machine: Machine, world: int) -> list[Plan]:
-    """Every layout of the config's model and global batch that fits, fastest first."""
+def search_for_config(
+    config: TrainConfig, machine: Machine, world: int, fixed: Mapping[str, Any] | None = None
+) -> list[Plan]:
+    """Every layout of the config's model and global batch that fits and is as ``fixed`` says, fastest first. Replicas,
+    ZeRO++ and sequence parallel, which aren't searched, stay as the config has them."""
+    p, usual = config.parallel, type(config.parallel)()
+    kept = {
+        name: getattr(p, name)
+        for name in ("replicate", "hpz", "qwz", "qgz", "sequence_parallel")
+        if getattr(p, name) != getattr(usual, name)
+    }
     found = search(
         spec_of_config(config),
         machine,
@@ -73,6 +83,7 @@ def search_for_config(config: TrainConfig, machine: Machine, world: int) -> list
         precision=config.precision.resolved,
         optimizer=_optimizer(config),
         pipeline=config.parallel.pipeline,
+        fixed=kept | dict(fixed or {}),
     )
     return [one for one in found if _runs(config_of(one, config), world)]
 

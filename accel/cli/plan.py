@@ -51,7 +51,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
 @click.option("--pipeline", help="gpipe, 1f1b, interleaved or zero-bubble.")
 @click.option("--hpz", type=int, default=0, help="ZeRO++: ranks that hold a second shard of the parameters.")
 @click.option("--qwz", is_flag=True, help="ZeRO++: gather parameters as int8.")
-@click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int4.")
+@click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int8.")
 @click.option("--inference", is_flag=True, help="Weights and KV cache instead of training.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, to infer.")
 @click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. Lists every layout that fits, fastest first.")
@@ -66,7 +66,8 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
     """Show what a training run takes before it is launched: memory, bytes sent, time.
 
     CONFIG is a training config (TOML); or describe the model with --params, or --layers, --hidden, --heads, --vocab
-    and --seq. With --hbm every layout that fits is listed, fastest first.
+    and --seq. With --hbm every layout that fits is listed, fastest first; --zero, --tp, --micro-batch and so on then
+    leave only those that have them so.
     """
     machine = _machine(given)
     base = _config(config, given)
@@ -155,8 +156,11 @@ def _search(base: TrainConfig | None, given: dict[str, Any], machine: Machine, w
     from accel.api.plan import search_for_config
     from accel.plan.search import search
 
+    names = ("zero", "tp", "pp", "cp", "micro_batch", "recompute")
+    fixed = {name: given[name] for name in names if given[name] is not None}
+    fixed |= {name: given[name] for name in ("hpz", "qwz", "qgz") if given[name]}
     if base is not None:
-        return search_for_config(base, machine, world)
+        return search_for_config(base, machine, world, fixed)
     return search(
         _spec(None, given),
         machine,
@@ -165,6 +169,7 @@ def _search(base: TrainConfig | None, given: dict[str, Any], machine: Machine, w
         precision=given["precision"] or "bf16",
         optimizer=given["optimizer"] or "adamw",
         pipeline=given["pipeline"] or "1f1b",
+        fixed=fixed,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accel.errors import BadConfig
 from accel.plan.memory import Memory, training_memory
@@ -94,30 +95,61 @@ class Plan:
 
 
 def layouts(
-    spec: ModelSpec, machine: Machine, *, world: int, global_batch: int, precision: str, optimizer: str, pipeline: str
+    spec: ModelSpec,
+    machine: Machine,
+    *,
+    world: int,
+    global_batch: int,
+    precision: str,
+    optimizer: str,
+    pipeline: str,
+    fixed: Mapping[str, Any],
 ) -> Iterator[Layout]:
     """Every layout of ``world`` ranks that divides the model and the batch: tp or cp within a node, pp within the
-    layers, micro-batches in powers of two. ZeRO 3 is left out of pipelines: it would gather for every micro-batch."""
+    layers, micro-batches in powers of two. ZeRO 3 is left out of pipelines: it would gather for every micro-batch.
+    ``fixed``: fields of ``Layout`` that are to be just so."""
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
             continue
-        for micro in _powers(global_batch // dp):
+        each = global_batch // dp
+        asked = fixed.get("micro_batch", 0)
+        for micro in [asked] if asked > 0 and each % asked == 0 else _powers(each):
             for zero in (0, 1, 2, 3) if pp == 1 else (0, 1, 2):
-                for recompute in ("none", "full") if spec.is_transformer else ("none",):
+                for recompute in _recompute(spec, fixed):
+                    varied: dict[str, Any] = {"zero": zero, "tp": tp, "pp": pp, "cp": cp}
+                    varied |= {"micro_batch": micro, "recompute": recompute}
+                    kept = {name: value for name, value in fixed.items() if name not in varied}
+                    if any(varied[name] != value for name, value in fixed.items() if name in varied):
+                        continue
+                    if not _holds(kept, zero, dp * cp):
+                        continue
                     yield Layout(
                         world=world,
-                        zero=zero,
-                        tp=tp,
-                        pp=pp,
-                        cp=cp,
                         precision=precision,
                         optimizer=optimizer,
-                        micro_batch=micro,
-                        accumulation=global_batch // dp // micro,
-                        recompute=recompute,
                         pipeline=pipeline,
+                        accumulation=each // micro,
+                        **varied,
+                        **kept,
                     )
+
+
+def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
+    if not spec.is_transformer:
+        return ("none",)
+    return (fixed["recompute"],) if "recompute" in fixed else ("none", "full")
+
+
+def _holds(kept: Mapping[str, Any], zero: int, ranks: int) -> bool:
+    """Whether hybrid sharding and ZeRO++ as in ``kept`` can be on so many data-parallel ``ranks`` at stage ``zero``."""
+    replicate, hpz = kept.get("replicate", 1), kept.get("hpz", 0)
+    if ranks % replicate:
+        return False
+    shards = ranks // replicate
+    if hpz and (shards % hpz or not 1 < hpz < shards):
+        return False
+    return zero == 3 or not (hpz or kept.get("qwz") or kept.get("qgz"))
 
 
 def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, int, int]]:
@@ -150,11 +182,14 @@ def search(
     precision: str = "bf16",
     optimizer: str = "adamw",
     pipeline: str = "1f1b",
+    fixed: Mapping[str, Any] | None = None,
 ) -> list[Plan]:
     """The layouts that fit ``machine.hbm`` bytes a rank, fastest first; of equals the one that leaves most memory.
+    ``fixed``: fields of ``Layout`` (``zero``, ``tp``, ``hpz``, ...) that every one of them is to have just so.
 
     Raises ``BadConfig`` with the least that any layout needs, where none fits.
     """
+    fixed = fixed or {}
     found = [
         Plan.of(spec, layout, machine)
         for layout in layouts(
@@ -165,8 +200,15 @@ def search(
             precision=precision,
             optimizer=optimizer,
             pipeline=pipeline,
+            fixed=fixed,
         )
     ]
+    if not found and fixed:
+        asked = ", ".join(f"{name} {value}" for name, value in fixed.items())
+        raise BadConfig(
+            f"no layout of {world} ranks and a global batch of {global_batch} has {asked}; leave one of them to the "
+            "search"
+        )
     if not found:
         raise BadConfig(
             f"a global batch of {global_batch} can't be cut over {world} ranks; use a multiple of {world} samples"

@@ -113,7 +113,7 @@ class Layout:
     ``cp``: ranks that share the sequences of the same samples (Ulysses context parallel), to ZeRO data-parallel ranks.
     ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding).
     ``hpz``: ranks that hold a second shard of the parameters, so that the backward gather stays among them (ZeRO++);
-    ``qwz``/``qgz``: int8 weight gathers and int4 gradient reduction (ZeRO++). ``sequence_parallel`` cuts what tensor
+    ``qwz``/``qgz``: weight gathers and gradient reduction in int8 (ZeRO++). ``sequence_parallel`` cuts what tensor
     parallel would replicate along the sequence.
     """
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from accel.plan.memory import stage_params
 from accel.plan.spec import PRECISIONS, Layout, Machine, ModelSpec
 
+# Bytes a value of ZeRO++'s int8 blocks (accel.train.quantized_comm): a code, and one float32 scale for 256 of them. A
+# parameter's last block may be shorter.
+QUANTIZED = 1 + 4 / 256
+
 
 def ring(size: float, ranks: int) -> float:
     """Bytes a rank sends to gather, or to reduce and scatter, ``size`` bytes in a ring: (n - 1) / n of them.
@@ -25,8 +29,8 @@ def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     for forward and backward and scatters, each micro-batch (3 m Psi; what lies outside the blocks it gathers once).
     ZeRO section 7: 2 Psi, 2 Psi, 2 Psi, 3 Psi at m = 1. Replicas then all-reduce their shards of gradients.
 
-    ZeRO++ (Wang et al. 2023, table 1) on 2-byte parameters: qwZ halves the forward gather (int8 blocks), hpZ makes the
-    backward gather local to its group, qgZ quarters the reduction (int4).
+    ZeRO++ (Wang et al. 2023, table 1) as ``accel train`` sends it: qwZ gathers and qgZ reduces in int8 blocks, each
+    with a float32 scale (the paper reduces in int4), hpZ makes the backward gather local to its group.
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -36,10 +40,10 @@ def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     between = 2 * ring(gradient * psi / n, layout.replicate)
     if layout.zero < 3:
         return (ring(gradient * psi, n) + between) * (m if layout.zero == 2 else 1) + ring(weight * psi, n)
-    forward = ring(psi if layout.qwz else wire * psi, n)
+    forward = ring((QUANTIZED if layout.qwz else wire) * psi, n)
     again = psi - spec.outside / layout.tp
-    backward = ring(wire * again, layout.hpz) if layout.hpz else ring(again if layout.qwz else wire * again, n)
-    reduction = ring(gradient * psi / (2 * gradient if layout.qgz else 1), n)
+    backward = ring(wire * again, layout.hpz) if layout.hpz else ring((QUANTIZED if layout.qwz else wire) * again, n)
+    reduction = ring((QUANTIZED if layout.qgz else gradient) * psi, n)
     return m * (forward + backward + reduction + between)
 
 

@@ -15,7 +15,7 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from accel.errors import BadCheckpoint, CannotWrite
+from accel.errors import BadCheckpoint, BadConfig, CannotWrite
 from accel.train.config import CheckpointConfig
 
 dcp: Any = torch.distributed.checkpoint  # its names are not declared as exported
@@ -64,7 +64,8 @@ class Checkpoints:
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Write ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
 
-        Asynchronous where the config says so: the tensors are copied first, and the save before it is waited for.
+        Asynchronous where the config says so: the tensors are copied first, and the save before it is waited for. It is
+        finished by ``wait``, which every rank has to call together: best as soon as no rank is ``writing`` any more.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -92,8 +93,18 @@ class Checkpoints:
             raise self._unwritten(final, error) from error
         self._finish(final, dict(run))
 
+    @property
+    def pending(self) -> bool:
+        """Whether a save in the background isn't finished; the same on every rank."""
+        return self._pending is not None
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's part of the save in the background is still on its way to the disk."""
+        return self._pending is not None and not self._pending[0].done()
+
     def wait(self) -> None:
-        """Until the save in the background is whole."""
+        """Until the save in the background is whole, and has its name."""
         if self._pending is None:
             return
         (future, final, run), self._pending = self._pending, None
@@ -136,8 +147,13 @@ class Checkpoints:
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """On rank 0: note that ``step`` is the best, where it is. The folder is kept whatever ``keep`` says."""
         name = self.config.best
-        if not name or name.removeprefix("-") not in metrics:
+        if not name:
             return False
+        if name.removeprefix("-") not in metrics:
+            raise BadConfig(
+                f"checkpoint.best is {name!r}, and evaluate measures {', '.join(metrics) or 'nothing'}; "
+                "name one of them"
+            )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)
         best = self.best()
         if best is not None and best["value"] >= value:
@@ -163,9 +179,10 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def load_newest(
-        self, wanted: Callable[[Mapping[str, Any]], dict[str, Any]], model: str
+        self, wanted: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]], model: str
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Read the newest sound checkpoint into the tensors that ``wanted`` gives for its ``run.json``, in place.
+        """Read the newest sound checkpoint into the tensors that ``wanted`` gives for its ``run.json`` and the names
+        that all ranks saved, in place.
 
         Returns ``run.json`` and the tensors, None where there is no checkpoint. Every rank calls it and takes the same
         one; ``damaged`` says what was passed over.
@@ -178,7 +195,7 @@ class Checkpoints:
                 run = self.check(path, model)
                 wrong = self._wrong(path, run)
                 if not wrong:
-                    state = wanted(run)
+                    state = wanted(run, self._names(path))
                     self._read(path, state)
                     return run, state
             except _Unreadable as error:
@@ -188,6 +205,13 @@ class Checkpoints:
         if found:
             raise BadCheckpoint(f"no checkpoint can be read: {self.damaged[0]}; restore it, or start with --fresh")
         return None
+
+    def _names(self, path: Path) -> Collection[str]:
+        try:
+            names: Collection[str] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        except _FAILED as error:
+            raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
+        return names
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Trainer:
         self.config, self.out, self.ranks = config, out, ranks
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # convolutions; torch lets them by default
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
@@ -63,6 +64,7 @@ class Trainer:
         self.expected = 0.0  # targets that the last step counted
         self.checked = ranks.tp is None  # whether what tensor parallel doesn't cut was seen to stay the same
         self.metrics: dict[str, float] = {}
+        self.written = True  # whether no rank wrote a checkpoint in the background when this step's losses were added
 
     def run(self) -> dict[str, Any]:
         """Train to ``config.steps``; what happened: steps, the last loss, metrics, seconds."""
@@ -121,8 +123,11 @@ class Trainer:
         if not ranks.counts:
             seen.zero_()
         if ranks.world > 1:
+            # Whether anybody still writes a checkpoint travels with the loss: no collective more, and all know it.
+            seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing])))
             dist.all_reduce(seen)
-        total_loss, counted = seen.tolist()
+        total_loss, counted, *writing = seen.tolist()
+        self.written = not any(writing)
         if counted == 0:
             raise BadData(f"no target of step {self.step + 1} is counted (all are -100); give data with targets")
         back = expected / (self.scale.scale * counted)
@@ -134,7 +139,8 @@ class Trainer:
         norm = float(gradient_norm(parameters, ranks.pp.get_group() if ranks.pp is not None else None)) * back
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
-        if not finite and not self.scale.enabled:
+        # No loss scale mends a weight that is no number.
+        if not finite and (not self.scale.enabled or any(_is_bad(p.detach()) for p in parameters)):
             raise TrainingFailed(self._not_finite(mean))
         rate = learning_rate(config, self.step)
         if finite:
@@ -144,7 +150,10 @@ class Trainer:
             self.optimizer.step()
         self.skipped = 0 if finite else self.skipped + 1
         if self.skipped == _MOST_SKIPPED:
-            raise TrainingFailed(f"{_MOST_SKIPPED} steps in a row overflowed; use --precision.mode=bf16 or a lower lr")
+            raise TrainingFailed(
+                f"{_MOST_SKIPPED} steps in a row overflowed, the loss is {mean:g}{self._first_bad()}; use "
+                "--precision.mode=bf16 or a lower lr, or look at the data"
+            )
         self.scale.update(finite=finite)
         self.optimizer.zero_grad()
         self.step += 1
@@ -159,21 +168,24 @@ class Trainer:
         stream = (self.step * ranks.data_ranks + ranks.data_rank) * parts + part
         return (self.config.seed << 32) + stream + (stage << 48)
 
-    def _not_finite(self, loss: float) -> str:
+    def _first_bad(self) -> str:
         named = list(zip(self.optimizer.names, self.optimizer.parameters, strict=True))
         # Weights first: where one of them is bad, every gradient is.
         found = [(name, p.detach()) for name, p in named] + [(f"the gradient of {name}", p.grad) for name, p in named]
-        bad = next((f"; the first that isn't finite is {name}" for name, value in found if _is_bad(value)), "")
+        return next((f"; the first that isn't finite is {name}" for name, value in found if _is_bad(value)), "")
+
+    def _not_finite(self, loss: float) -> str:
         return (
-            f"the loss is {loss:g} at step {self.step + 1}{bad}; the last checkpoint is kept, look at the data or "
-            f"lower the "
-            "learning rate"
+            f"the loss is {loss:g} at step {self.step + 1}{self._first_bad()}; the last checkpoint is kept, look at "
+            "the data or lower the learning rate"
         )
 
     def _between(self) -> None:
         every, config = self.config.checkpoint.every, self.config
-        if self.step == config.steps:  # finish() does both
+        if self.step == config.steps:  # finish() does it all
             return
+        if self.checkpoints.pending and self.written:
+            self.checkpoints.wait()
         best = False
         if self.evaluate is not None and config.evaluate_every and self.step % config.evaluate_every == 0:
             best = self.measure()
@@ -182,6 +194,7 @@ class Trainer:
 
     def measure(self) -> bool:
         """``evaluate`` on rank 0, with the whole weights in a model of their own; whether it was the best so far."""
+        self.checkpoints.wait()  # a save in the background has the group of these collectives
         best = torch.zeros(1)
         state = gather(self.module.state_dict(), self.ranks)
         if state is not None and self.evaluate is not None:
@@ -206,9 +219,14 @@ class Trainer:
         found = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
-    def _wanted(self, run: Mapping[str, Any]) -> dict[str, Any]:
-        """What is read from the checkpoint that ``run`` describes."""
+    def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """What is read from the checkpoint that ``run`` describes and that has ``names``."""
         memory, saved = self.built.memory, run.get("powersgd") or {}
+        self.optimizer.materialise()
+        before = run["config"]["optimizer"]
+        if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
+            # Else what the other optimizer didn't keep would be taken for what hadn't begun yet.
+            self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
             found |= {f"compression.{name}": value for name, value in memory.empty().items()}
@@ -237,7 +255,6 @@ class Trainer:
         """Go on from the newest finished checkpoint there is, written on whatever world size and ZeRO stage."""
         if not self.checkpoints.complete():
             return
-        self.optimizer.materialise()
         found = self.checkpoints.load_newest(self._wanted, self.config.model)
         assert found is not None
         run, state = found

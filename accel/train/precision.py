@@ -15,7 +15,7 @@ statistics matter (they are float16 here); O3 for anything but a speed bound, sm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -120,6 +120,14 @@ class MasterOptimizer:
         for group, (lr, decay) in zip(self.inner.param_groups, old, strict=True):
             group["lr"], group["weight_decay"] = lr, decay
 
+    def forget_all_but(self, saved: Collection[str]) -> None:
+        """Drop the moments of parameters of which ``saved`` (names as in ``state_dict``) has none: they got no gradient
+        before that checkpoint, or every step was skipped, and a bias correction starts with the first moment."""
+        stepped = self.master or self.parameters
+        for name, tensor in zip(self.names, stepped, strict=True):
+            if not any(f"{name}.{key}" in saved for key in self.inner.state.get(tensor, {})):
+                self.inner.state.pop(tensor, None)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave; the tensors are copied into the existing ones."""
         stepped = self.master or self.parameters
@@ -127,7 +135,7 @@ class MasterOptimizer:
             for name, tensor in zip(self.names, stepped, strict=True):
                 if self.master is not None:
                     tensor.copy_(state[f"{name}.master"])
-                for key, value in self.inner.state[tensor].items():
+                for key, value in self.inner.state.get(tensor, {}).items():
                     if isinstance(value, torch.Tensor):
                         value.copy_(state[f"{name}.{key}"])
                     else:

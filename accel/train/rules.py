@@ -97,6 +97,13 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
     for key, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
             yield f"{key} is {value}; it can't be negative"
+    if not config.evaluate and config.checkpoint.best:
+        yield (
+            f"checkpoint.best is {config.checkpoint.best!r}, and nothing measures it; give evaluate, or "
+            "--checkpoint.best="
+        )
+    if not config.evaluate and config.evaluate_every:
+        yield f"evaluate_every is {config.evaluate_every}, and there is nothing to run; give evaluate"
     if config.schedule.warmup >= config.steps:
         yield f"schedule.warmup is {config.schedule.warmup} of {config.steps} steps; leave steps after the warm-up"
     if config.precision.resolved == "fp16-only" and config.optimizer.name != "sgd" and config.optimizer.eps < 1e-7:

@@ -43,6 +43,47 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
     assert "assumed: 400 TFLOP/s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "axis", "value"),
+    [
+        ("--zero 1", "zero", 1),
+        ("--tp 2", "tp", 2),
+        ("--pp 4", "pp", 4),
+        ("--cp 2", "cp", 2),
+        ("--micro-batch 2", "micro_batch", 2),
+        ("--recompute selective", "recompute", "selective"),
+        ("--qgz", "zero", 3),
+    ],
+)
+@pytest.mark.parametrize("from_file", [False, True])
+def test_the_search_keeps_to_what_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, axis: str, value: object, from_file: bool
+) -> None:
+    """Fails if an option beside --hbm is passed over in silence, by the list or by the config that is written."""
+    config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
+    config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
+    shape = "--layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --global-batch 512"
+    model = [str(config)] if from_file else shape.split()
+    line = ["plan", *model, "--world", "64", "--hbm", "8000G", *words.split(), "-o", str(out), "--json"]
+    assert run(group, line) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert {plan["layout"][axis] for plan in body["feasible"]} == {value}
+    written = TrainConfig.load(out)
+    assert written.parallel.qgz == (words == "--qgz")
+    assert (written.micro_batch if axis == "micro_batch" else getattr(written.parallel, axis)) == value
+
+
+def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if replicas and ZeRO++ of the config are planned or written as if they weren't there."""
+    config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
+    parallel = "[parallel]\nzero = 3\nreplicate = 2\nhpz = 4\nqwz = true\n"
+    config.write_text(f"global_batch = 512\nmicro_batch = 1\n{parallel}[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
+    assert run(group, ["plan", str(config), "--world", "64", "--hbm", "8000G", "-o", str(out), "--json"]) == 0
+    assert {plan["layout"]["zero"] for plan in json.loads(capsys.readouterr().out)["feasible"]} == {3}
+    p = TrainConfig.load(out).parallel
+    assert (p.replicate, p.hpz, p.qwz, p.qgz) == (2, 4, True, False)
+
+
 def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if a sequence that no layout without context parallel can hold isn't planned with it, what is written can't
     run, or planning what is written gives other bytes."""
@@ -97,6 +138,8 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
         ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "don't all divide by cp 4"),
         ("plan --params x --world 4", "write e.g. 80G"),
         ("plan --params 70e9 --world 2 --hbm 8G", "use more ranks"),
+        ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "has tp 2; leave one of them to the search"),
+        ("plan --params 7e9 --world 8 --hbm 80G --zero 2 --qwz", "has zero 2, qwz True; leave one of them"),
     ],
 )
 def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,8 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
         ({"optimizer": {"lr": float("nan")}}, 1, "optimizer.lr is nan"),
         ({"steps": 5, "schedule": {"warmup": 5}}, 1, "leave steps after the warm-up"),
         ({"precision": {"mode": "O3"}}, 1, "is 0 in float16"),
+        ({"checkpoint": {"best": "top1"}}, 1, "nothing measures it; give evaluate, or --checkpoint.best="),
+        ({"evaluate_every": 5}, 1, "evaluate_every is 5, and there is nothing to run; give evaluate"),
         ({}, 0, "at least one rank"),
     ],
 )

@@ -12,22 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import SMALL, config_of, trainer_of
 
 from accel.cli import group, run
-from accel.errors import BadCheckpoint, BadConfig, BadData, CannotWrite, InvalidModel, TrainingFailed
+from accel.errors import BadConfig, BadData, CannotWrite, InvalidModel, TrainingFailed
 from accel.sources import open_source
 from accel.train import watchdog
 from accel.train.config import TrainConfig
 from accel.train.launch import train
 from accel.train.layout import join
 from accel.train.loop import Trainer
-
-SMALL = Path(__file__).parent / "small.py"
-
-
-def _config(**tables: object) -> TrainConfig:
-    body = {"model": f"{SMALL}:model", "data": f"{SMALL}:data", "steps": 4, "global_batch": 8, "micro_batch": 4}
-    return TrainConfig.from_dict({**body, "log_every": 1, **tables})
 
 
 @pytest.mark.slow
@@ -64,7 +58,7 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
     """Fails if what FSDP and tensor parallel trained together, or a pipeline, isn't a source for export and bench as it
     is, or the exported model isn't what was trained."""
     out, model = tmp_path / "run", tmp_path / "gpt.onnx"
-    small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --json -q"
+    small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --checkpoint.best= --json -q"
     assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
     assert json.loads(capsys.readouterr().out)["loss"] < 4.5  # log 128 is 4.85
     assert run(group, ["export", str(out), "-o", str(model), "--no-cache", "-q"]) == 0
@@ -84,29 +78,17 @@ def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     """Fails if a run in two halves (adamw, fp32 master weights, dropout seeds, schedule) differs from one in one
     piece."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
-    train(_config(steps=6, **tables), tmp_path / "whole")
-    train(_config(steps=3, **tables), tmp_path / "halves")
-    result = train(_config(steps=6, **tables), tmp_path / "halves")
+    train(config_of(steps=6, **tables), tmp_path / "whole")
+    train(config_of(steps=3, **tables), tmp_path / "halves")
+    result = train(config_of(steps=6, **tables), tmp_path / "halves")
     assert result["steps"] == 6
     assert _log(tmp_path / "halves") == _log(tmp_path / "whole")
 
 
-def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
-    """Fails if more than ``keep`` are kept, the best one goes, or a finished run leaves an unfinished folder."""
-    source = tmp_path / "scores.py"
-    source.write_text(
-        "score = [0.1, 0.9, 0.5, 0.4, 0.3, 0.2]\ndef evaluate(module):\n    return {'top1': score.pop(0)}\n"
-    )
-    checkpoint = {"every": 1, "keep": 2, "best": "top1"}
-    train(_config(steps=6, evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint=checkpoint), tmp_path / "run")
-    names = sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["best.json", "step-00000002", "step-00000005", "step-00000006"]
-
-
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     """Fails if training goes on after a NaN, the step or the parameter isn't named, or the last checkpoint is lost."""
-    config = _config(steps=9, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 1.0})
-    train(_config(steps=2, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 0.1}), tmp_path)
+    config = config_of(steps=9, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 1.0})
+    train(config_of(steps=2, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 0.1}), tmp_path)
     text = SMALL.read_text() + "\n\ndef broken(outputs, targets):\n    total, count = overflow_once(outputs, targets)\n"
     (tmp_path / "broken.py").write_text(text + "    return total * float('nan'), count\n")
     config = TrainConfig.from_dict({**_plain(config), "loss": f"{tmp_path / 'broken.py'}:broken"})
@@ -117,11 +99,51 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 
 def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
     """Fails if a weight that is no number is hidden behind the first gradient that it made so."""
-    trainer = _trainer(tmp_path)
+    trainer = trainer_of(tmp_path)
     with torch.no_grad():
         trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
     with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
         trainer.one_step(trainer.batches())
+
+
+@pytest.mark.parametrize("broken", ["a weight", "the loss"])
+def test_what_is_no_number_in_float16_is_named(tmp_path: Path, broken: str) -> None:
+    """Fails if a loss scale that can't help hides which weight is no number, or, where every step is skipped, what."""
+    source = tmp_path / "broken.py"
+    source.write_text(
+        "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
+        "    total, count = cross_entropy(outputs, targets)\n    return total * float('nan'), count\n"
+    )
+    tables = {"loss": f"{source}:loss"} if broken == "the loss" else {}
+    trainer = trainer_of(tmp_path, steps=60, precision={"mode": "fp16"}, **tables)
+    batches = trainer.batches()
+    if broken == "a weight":
+        with torch.no_grad():
+            trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
+        with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
+            trainer.one_step(batches)
+        return
+    for _ in range(49):
+        assert trainer.one_step(batches)["skipped"]
+    with pytest.raises(
+        TrainingFailed, match=r"50 steps in a row overflowed, the loss is nan; .* the gradient of embed.tokens.weight;"
+    ):
+        trainer.one_step(batches)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_is_for_convolutions_too(tmp_path: Path, tf32: bool) -> None:
+    """Fails if ``precision.tf32`` doesn't switch both products and convolutions on a GPU, which torch sets apart."""
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [place.allow_tf32 for place in places]
+    try:
+        for place in places:
+            place.allow_tf32 = not tf32
+        trainer_of(tmp_path, precision={"tf32": tf32})
+        assert [place.allow_tf32 for place in places] == [tf32, tf32]
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
 
 
 def _plain(config: TrainConfig) -> dict[str, object]:
@@ -140,87 +162,13 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path) -> None:
         "    return cross_entropy(outputs, targets)\n"
     )
     with pytest.raises(TrainingFailed, match="rank 1: ValueError: the disk of this rank is gone"):
-        train(_config(loss=f"{source}:one_fails", micro_batch=4), tmp_path / "run", nproc=2)
+        train(config_of(loss=f"{source}:one_fails", micro_batch=4), tmp_path / "run", nproc=2)
 
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     """Fails if the refusal of a rank doesn't reach the caller with its own kind and words."""
     with pytest.raises(BadData, match="the data has 96 samples, a global batch takes 128"):
-        train(_config(global_batch=128), tmp_path)
-
-
-def _trainer(out: Path, **tables: object) -> Trainer:
-    config = _config(**tables)
-    return Trainer(config, out, join(config))
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
-    """Fails if a shard that is cut, changed in one bit or missing is loaded, isn't named, or ends the run."""
-    trainer = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
-    batches = trainer.batches()
-    losses = []
-    for _ in range(3):
-        losses.append(trainer.one_step(batches)["loss"])
-        trainer.save()
-    newest = tmp_path / "checkpoints" / "step-00000003"
-    shard = newest / ".metadata" if damage == "metadata" else next(newest.glob("*.distcp"))
-    whole = bytearray(shard.read_bytes())
-    if damage == "gone":
-        shard.unlink()
-    else:
-        whole[len(whole) // 2] ^= 1
-        shard.write_bytes(whole[: len(whole) // 2] if damage == "cut" else whole)
-    resumed = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
-    resumed.resume()
-    assert resumed.step == 2
-    assert shard.name in resumed.checkpoints.damaged[0]
-    assert resumed.one_step(resumed.batches())["loss"] == losses[2]
-    resumed.save()  # writes the damaged one anew
-    again = _trainer(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
-    again.resume()
-    assert (again.step, again.checkpoints.damaged) == (3, [])
-
-
-def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    """Fails if a folder without its last file is resumed from, or a run whose checkpoints are all bad starts over."""
-    trainer = _trainer(tmp_path)
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    (tmp_path / "checkpoints" / "step-00000002" / "run.json").unlink()
-    resumed = _trainer(tmp_path)
-    resumed.resume()
-    assert resumed.step == 1
-    next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
-    with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .* is missing or cut short; restore it"):
-        _trainer(tmp_path).resume()
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a run takes up weights of another model that happen to be in its folder."""
-    trainer = _trainer(tmp_path)
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    other = tmp_path / "other.py"
-    other.write_text(SMALL.read_text())
-    with pytest.raises(BadCheckpoint, match=r"is of the model .*small.py:model, not .*other.py:model"):
-        _trainer(tmp_path, model=f"{other}:model").resume()
-
-
-def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """Fails if a run whose model factory was edited takes up a part of the old weights, or starts over in silence."""
-    source = tmp_path / "source.py"
-    source.write_text(SMALL.read_text())
-    trainer = _trainer(tmp_path, model=f"{source}:model")
-    trainer.one_step(trainer.batches())
-    trainer.save()
-    source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
-    with pytest.raises(
-        BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 can't be read \(Size mismatch .*--fresh"
-    ):
-        train(_config(model=f"{source}:model"), tmp_path)
+        train(config_of(global_batch=128), tmp_path)
 
 
 # Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
@@ -259,7 +207,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
         "def full():\n    if not Path(__file__).with_name('room').exists():\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n" + _FULL[what]
     )
-    out, config = tmp_path / "run", _config(loss=f"{source}:dies", **_COMMON)
+    out, config = tmp_path / "run", config_of(loss=f"{source}:dies", **_COMMON)
     with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
         train(config, out, nproc=2)
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
@@ -273,7 +221,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
 
 def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
     """Fails if a file of ``final/`` that training didn't write is exported, or a whole one isn't opened."""
-    train(_config(steps=1), tmp_path)
+    train(config_of(steps=1), tmp_path)
     artifact = open_source(tmp_path)
     assert [str(spec) for spec in artifact.signature.inputs] == ["ids:int64[batch,16]{0..60}"]
     weights = tmp_path / "final" / "model-00001-of-00001.safetensors"
@@ -315,13 +263,22 @@ def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# Where a rank is killed, once: in a step, with its shards of a checkpoint written, with half of final/ written.
+# Where a rank is killed, once: in the second step after a checkpoint that is on the disk in the first one (so that only
+# its name is missing then), with its shards of a checkpoint written, with half of final/ written.
 _KILLS = {
     "in a step": """
+from accel.train.checkpoint import Checkpoints
+whole, saves = Checkpoints.save, []
+def save(self, state, run):
+    whole(self, state, run)
+    saves.append(self)
+Checkpoints.save = save
 def dies(outputs, targets):
     from accel.train.loss import cross_entropy
     global _calls
     _calls += 1
+    if _calls == 9:
+        saves[-1]._pending[0].result(60)
     if _calls == 11:
         kill("1")
     return cross_entropy(outputs, targets)
@@ -352,15 +309,15 @@ from accel.train.loss import cross_entropy as dies
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody disturbed."""
     out = tmp_path_factory.mktemp("calm")
-    train(_config(**_COMMON), out, nproc=2)
+    train(config_of(**_COMMON), out, nproc=2)
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Fails if a SIGKILL ends the run, what follows isn't the curve of a run that nobody disturbed, the weights differ
-    in the end, or something half-written is left."""
+    """Fails if a SIGKILL ends the run, it costs more than what came after the last checkpoint on the disk, what follows
+    isn't the curve of a run that nobody disturbed, the weights differ in the end, or something half-written is left."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -369,9 +326,13 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
         "        flag.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n\n" + _KILLS[where]
     )
     out = tmp_path / "killed_run"
-    result = train(_config(loss=f"{source}:dies", **_COMMON), out, nproc=2, max_restarts=1)
+    result = train(config_of(loss=f"{source}:dies", **_COMMON), out, nproc=2, max_restarts=1)
     assert (tmp_path / "killed").exists()
     assert result["steps"] == 8
+    steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
+    first = {"in the consolidation": []}.get(where, [5, 6, 7, 8])  # the steps after the restart
+    assert steps[len(steps) - len(first) :] == first
+    assert steps[: len(steps) - len(first)] == list(range(1, len(steps) - len(first) + 1))
     undisturbed, disturbed = _log(calm), _log(out)
     assert len(undisturbed) == 8
     assert len(disturbed) >= 8
@@ -398,7 +359,7 @@ def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
         f"    if _calls == 4 and os.environ['RANK'] == '1':\n        {how}\n"
         "    return cross_entropy(outputs, targets)\n"
     )
-    config = _config(steps=50, loss=f"{source}:hangs", hang_seconds=15.0, parallel={"zero": 3})
+    config = config_of(steps=50, loss=f"{source}:hangs", hang_seconds=15.0, parallel={"zero": 3})
     where = "is in hangs at .*source.py" if "sleep" in how else "doesn't answer"
     with pytest.raises(TrainingFailed, match=rf"no step in 15 s: rank 1 {where}") as caught:
         train(config, tmp_path / "run", nproc=2)
@@ -453,7 +414,7 @@ def _read(path: Path) -> str:
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
     """Fails if the MFU isn't what the model's products take of the peak, or the TensorBoard file lacks a step."""
-    config = _config(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
+    config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     train(config, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     # 2 FLOPs a weight of a product and position, three products in the MLP and attention of 3 blocks, and the head;

@@ -1,0 +1,23 @@
+"""Runs of the small GPT, as the tests of ``accel train`` start them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accel.train.config import TrainConfig
+from accel.train.layout import join
+from accel.train.loop import Trainer
+
+SMALL = Path(__file__).parent / "small.py"
+
+
+def config_of(**tables: object) -> TrainConfig:
+    """Four steps of 8 samples in micro-batches of 4, with ``tables`` put over it."""
+    body = {"model": f"{SMALL}:model", "data": f"{SMALL}:data", "steps": 4, "global_batch": 8, "micro_batch": 4}
+    return TrainConfig.from_dict({**body, "log_every": 1, **tables})
+
+
+def trainer_of(out: Path, **tables: object) -> Trainer:
+    """A run of this process alone."""
+    config = config_of(**tables)
+    return Trainer(config, out, join(config))

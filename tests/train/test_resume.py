@@ -1,0 +1,151 @@
+"""Checkpoints of one process: which stay, which are taken up, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import SMALL, config_of, trainer_of
+
+from accel.errors import BadCheckpoint, BadConfig
+from accel.train.launch import train
+from accel.train.layout import join
+from accel.train.loop import Trainer
+
+
+def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
+    """Fails if more than ``keep`` are kept, the best one goes, or a finished run leaves an unfinished folder."""
+    source = tmp_path / "scores.py"
+    source.write_text(
+        "score = [0.1, 0.9, 0.5, 0.4, 0.3, 0.2]\ndef evaluate(module):\n    return {'top1': score.pop(0)}\n"
+    )
+    checkpoint = {"every": 1, "keep": 2, "best": "top1"}
+    train(config_of(steps=6, evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint=checkpoint), tmp_path / "run")
+    names = sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["best.json", "step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
+    """Fails if a mistyped metric means that no checkpoint is ever the best, in silence."""
+    source = tmp_path / "scores.py"
+    source.write_text("def evaluate(module):\n    return {'top1': 0.5, 'loss': 1.0}\n")
+    config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
+    with pytest.raises(BadConfig, match=r"best is '-los', and evaluate measures top1, loss; name one of them"):
+        Trainer(config, tmp_path, join(config)).run()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
+    """Fails if a shard that is cut, changed in one bit or missing is loaded, isn't named, or ends the run."""
+    trainer = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
+    batches = trainer.batches()
+    losses = []
+    for _ in range(3):
+        losses.append(trainer.one_step(batches)["loss"])
+        trainer.save()
+    newest = tmp_path / "checkpoints" / "step-00000003"
+    shard = newest / ".metadata" if damage == "metadata" else next(newest.glob("*.distcp"))
+    whole = bytearray(shard.read_bytes())
+    if damage == "gone":
+        shard.unlink()
+    else:
+        whole[len(whole) // 2] ^= 1
+        shard.write_bytes(whole[: len(whole) // 2] if damage == "cut" else whole)
+    resumed = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
+    resumed.resume()
+    assert resumed.step == 2
+    assert shard.name in resumed.checkpoints.damaged[0]
+    assert resumed.one_step(resumed.batches())["loss"] == losses[2]
+    resumed.save()  # writes the damaged one anew
+    again = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
+    again.resume()
+    assert (again.step, again.checkpoints.damaged) == (3, [])
+
+
+def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    """Fails if a folder without its last file is resumed from, or a run whose checkpoints are all bad starts over."""
+    trainer = trainer_of(tmp_path)
+    trainer.one_step(trainer.batches())
+    trainer.save()
+    trainer.one_step(trainer.batches())
+    trainer.save()
+    (tmp_path / "checkpoints" / "step-00000002" / "run.json").unlink()
+    resumed = trainer_of(tmp_path)
+    resumed.resume()
+    assert resumed.step == 1
+    next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
+    with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .* is missing or cut short; restore it"):
+        trainer_of(tmp_path).resume()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Fails if a run takes up weights of another model that happen to be in its folder."""
+    trainer = trainer_of(tmp_path)
+    trainer.one_step(trainer.batches())
+    trainer.save()
+    other = tmp_path / "other.py"
+    other.write_text(SMALL.read_text())
+    with pytest.raises(BadCheckpoint, match=r"is of the model .*small.py:model, not .*other.py:model"):
+        trainer_of(tmp_path, model=f"{other}:model").resume()
+
+
+def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Fails if a run whose model factory was edited takes up a part of the old weights, or starts over in silence."""
+    source = tmp_path / "source.py"
+    source.write_text(SMALL.read_text())
+    trainer = trainer_of(tmp_path, model=f"{source}:model")
+    trainer.one_step(trainer.batches())
+    trainer.save()
+    source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
+    with pytest.raises(
+        BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 can't be read \(Size mismatch .*--fresh"
+    ):
+        train(config_of(model=f"{source}:model"), tmp_path)
+
+
+_LATE = """
+
+class Late(GPT):
+    used = False
+
+    def __init__(self):
+        super().__init__(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=4, seq=LENGTH))
+        self.spare = torch.nn.Parameter(torch.ones(VOCABULARY))
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return logits * self.spare if self.used else logits
+
+
+def overflows(outputs, targets):
+    total, count = cross_entropy(outputs, targets)
+    return total * (float("inf") if Path(__file__).with_name("overflows").exists() else 1), count
+"""
+
+
+@pytest.mark.parametrize(("mode", "overflows"), [("fp32", False), ("bf16", False), ("fp16", True)])
+def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mode: str, overflows: bool) -> None:
+    """Fails if a checkpoint with parameters that had no gradient so far, or of steps that were all skipped, is refused,
+    or their first moments, made only after it, differ from those of a run that never stopped."""
+    source = tmp_path / "source.py"
+    first = "from pathlib import Path\n\nfrom accel.train.loss import cross_entropy\n"
+    source.write_text(SMALL.read_text().replace("import os\n", f"import os\n{first}", 1) + _LATE)
+    tables = {"model": f"{source}:Late", "loss": f"{source}:overflows", "precision": {"mode": mode}}
+    tables["optimizer"] = {"lr": 0.01}
+    if overflows:
+        (tmp_path / "overflows").touch()
+    trainer = trainer_of(tmp_path, **tables)
+    assert trainer.one_step(trainer.batches()).get("skipped", 0) == overflows
+    trainer.save()
+    (tmp_path / "overflows").unlink(missing_ok=True)
+    resumed = trainer_of(tmp_path, **tables)
+    resumed.resume()
+    losses = []
+    for one in (trainer, resumed):
+        assert one.step == 1
+        batches = one.batches()
+        vars(one.module)["used"] = True
+        losses.append([one.one_step(batches)["loss"] for _ in range(3)])
+    assert losses[0] == losses[1]
+    with pytest.raises(BadCheckpoint, match="no checkpoint can be read"):  # moments of another kind aren't in there
+        trainer_of(tmp_path, **{**tables, "optimizer": {"name": "sgd"}}).resume()
