@@ -18,9 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import Child, run_in_child
+from accel.converters import quantize_ort
 from accel.converters.cast import CastConfig, cast
 from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig, quantize
+from accel.converters.quantize import QuantizeConfig, Task, make_task, quantize, run_task
 from accel.converters.quantize_smooth import smooth
 from accel.converters.simplify import SimplifyConfig, run_onnxsim
 from accel.runtimes import onnx_rounded
@@ -152,6 +153,31 @@ def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pyt
     results = OutputGate(limit=0.1).check(src, made)
     assert most == [1]
     assert all(result.passed and result.value and result.value > 1e-4 for result in results)
+
+
+def dynamic_of_a_large_one(task: Task) -> Any:
+    quantize_ort._is_large = lambda _: True  # in a child process
+    return quantize_ort.run_dynamic(task)
+
+
+def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
+    """Fails if a node or a number is another one where the shapes are inferred without a copy of the weights."""
+    model = onnx.load(str(chain(tmp_path / "m", 64, 3)))
+    model.graph.node[0].op_type = "Gemm"
+    onnx.save(model, str(tmp_path / "gemm.onnx"))
+    src = open_onnx(tmp_path / "gemm.onnx", probe=False)
+    found = []
+    for function in ("accel.converters.quantize_ort:run_dynamic", "test_large_models:dynamic_of_a_large_one"):
+        folder = tmp_path / function.rpartition(":")[2]
+        folder.mkdir()
+        model = read_detached(src.path)
+        task = make_task(src, QuantizeConfig(mode="dynamic"), model, folder)
+        run_task(function, task, model)
+        graph = read_proto(task.out, weights=True).graph
+        found.append((list(graph.node), {t.name: numpy_helper.to_array(t).tobytes() for t in graph.initializer}))
+    usual, large = found
+    assert "MatMulInteger" in {node.op_type for node in usual[0]}
+    assert usual == large
 
 
 def taken_by_a_session(path: Path) -> float:
