@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime.quantization as ort
+from onnxruntime.quantization import onnx_quantizer
 from onnxruntime.quantization.calibrate import TensorsData, save_tensors_data
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -52,6 +53,8 @@ def run_dynamic(task: Task) -> dict[str, Any]:
     config = task.config
     # The quantizer turns a Gemm into a MatMul of this name before it looks at what to leave alone.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
+    if _is_large(task.path):  # the library would hold the weights three times here as well
+        onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),
         str(task.out),
@@ -195,11 +198,7 @@ def _preprocessed(task: Task) -> Path:
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
     if _is_large(task.path):  # the library would hold the weights three times
-        model = read_proto(task.path)
-        known = tensor_types(model).graph.value_info
-        del model.graph.value_info[:]
-        model.graph.value_info.extend(known)
-        inferred.write_bytes(model.SerializeToString())
+        inferred.write_bytes(_with_shapes(read_proto(task.path)).SerializeToString())
         return inferred
     with contextlib.suppress(Exception):
         quant_pre_process(
@@ -209,6 +208,14 @@ def _preprocessed(task: Task) -> Path:
         )
         return inferred
     return task.path
+
+
+def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model, the shapes of its tensors inferred anew."""
+    known = tensor_types(model).graph.value_info
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(known)
+    return model
 
 
 def _is_large(path: Path) -> bool:

@@ -230,7 +230,10 @@ def check_writable(out: Path) -> None:
     check_name(out)
     if out.is_dir():
         raise IsADirectoryError(21, "is a folder", str(out))
-    # The folder itself is made when there is something to put into it.
+    # The folder itself is made when there is something to put into it; not where such a link stands.
+    for folder in out.absolute().parents:
+        if folder.is_symlink() and not folder.exists():
+            raise FileExistsError(17, "a link that leads nowhere", str(folder))
     there = next(folder for folder in out.absolute().parents if folder.exists())
     try:
         with NamedTemporaryFile(dir=there, prefix=".accel-"):

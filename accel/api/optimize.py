@@ -191,11 +191,12 @@ def optimize(
                 source=source, workload=work, threads=request.threads, rounds=rounds, cache=cache, budget=budget
             )
             chosen = search.best(runnable)
-            if kernels and chosen is source:
-                chosen = fused(source, runnable, notes)
-            elif vary_session and search.environment:
+            varied: list[CandidateResult] = []
+            if vary_session and search.environment and not (kernels and chosen is source):
                 chosen, varied = search.vary_sessions(chosen, runnable, judge, max_drop, vary_threads=not threads)
                 rows += varied
+            if kernels and chosen is source:  # also where it only seemed slower before the options were timed
+                chosen = fused(source, [*runnable, *varied], notes)
             environment = search.environment
             done = f"{work.note}, {request.threads} threads"
             notes.append(done if environment else budget.reason("anything was measured: the source itself was taken"))

@@ -21,7 +21,7 @@ from onnx import TensorProto, numpy_helper
 from accel.artifact import Artifact
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
-from accel.sources.onnx_weights import detached_bytes, read_detached, weight_array
+from accel.sources.onnx_weights import read_detached, weight_array
 
 LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
@@ -62,7 +62,7 @@ class RoundedModel:
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
         self._threads = threads
         self.twin, self._arrays, self.types = _twin(inlined(model))
-        self._large = detached_bytes(model) > _LARGE_BYTES
+        self._large = 4 * sum(map(_elements, self.twin.graph.initializer)) > _LARGE_BYTES  # as float32
         self.outputs = tuple(value.name for value in self.twin.graph.output)
         known = set(self.types)
         self.tensors = tuple(name for node in self.twin.graph.node for name in node.output if name and name in known)
@@ -94,6 +94,8 @@ class RoundedModel:
             options.add_session_config_entry("session.disable_prepacking", "1")
         if self._arrays:
             options.add_external_initializers(list(self._arrays), list(self._arrays.values()))
+            for name, value in self._arrays.items():  # shared: a session copies what it is only given
+                options.add_initializer(name, value)
         own = len(self.twin.graph.output)
         self.twin.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
         try:

@@ -103,7 +103,7 @@ def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
     candidate = Candidate("m", artifact, options={"log": str(log)}, opener="bench_sessions:meeting")
     feeds = {"x": np.ones(3, np.float32)}
-    report = measure([candidate], feeds, rounds=5, block_seconds=0.002, threads=6, streams=3)
+    report = measure([candidate], feeds, rounds=5, block_seconds=0.05, threads=6, streams=3)
     row = report.rows[0]
     assert report.streams == 3
     assert set(log.read_text().split()) == {"2"}

@@ -62,6 +62,10 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
     if result.chosen != "source":
         assert chosen.measured["verdict"] == "faster"
         faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
+        # Those measured together at last, and of the session options those that are faster than the usual ones.
+        bases = {r.base for r in rows.values() if r.base}
+        faster = [r for r in faster if r.base or r.name in bases or not bases]
+        faster = [r for r in faster if not r.reason.startswith("not measurably faster than")]
         assert all(chosen.measured["median_ms"] <= r.measured["median_ms"] for r in faster)
 
 

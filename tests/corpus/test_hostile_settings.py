@@ -169,14 +169,16 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
     (("optimize", "{d}/m.onnx", "-o", "{d}/a file/out"), 1, "choose another -o"),
     (("optimize", "{d}/m.onnx", "-o", "{d}/" + "n" * 300), 1, "too long"),
     (("optimize", "{d}/m.onnx", "-o", "/dev/null"), 1, "give a folder"),
-    (("optimize", "{d}/m.onnx", "-o", "{d}/loop.onnx/out"), 1, "choose another -o|check the path"),
+    (("optimize", "{d}/m.onnx", "-o", "{d}/loop.onnx/out"), 1, "loop.onnx: a link that leads nowhere; choose another"),
+    (("optimize", "{d}/m.onnx", "-o", "{d}/dangling.onnx/out"), 1, "a link that leads nowhere; choose another -o"),
+    (("export", "{d}/two.onnx", "--opset", "19", "-o", "{d}/loop.onnx/o.onnx"), 1, "a link that leads nowhere; choose"),
     (("optimize", "{d}/folder.onnx", "-o", "{d}/out"), 2, "check the path|give a path|holds"),
     ((*BENCH, "-o", "{d}/a file/report.json"), 1, "choose another -o"),
     ((*BENCH, "-o", "{d}/folder"), 1, "choose another -o|is a folder"),
 ]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120, func_only=True)  # the folder's own model apart
 @pytest.mark.parametrize(
     ("words", "code", "says"), SETTINGS, ids=lambda v: " ".join(v[1:]) if isinstance(v, tuple) else ""
 )

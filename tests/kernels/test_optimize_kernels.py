@@ -73,6 +73,28 @@ def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
     assert np.linalg.norm(got - wanted) <= 1e-4 * np.linalg.norm(wanted)
 
 
+def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Fails if the source comes out where the fused form was faster than it in the first measurement and, beside its
+    session options, no longer is. Times are scripted."""
+    ratios = iter([2.0])
+
+    def measured(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
+        ratio = next(ratios, 1.0)
+        for row in (source, *rows):
+            ms = 10.0 if row is source else 10.0 / ratio
+            verdict = "faster" if ratio > 1 and row is not source else "no measurable difference"
+            row.measured = {"median_ms": ms, "round_medians_ms": [ms] * 9, "verdict": verdict}
+        return {"noise_floor": 0.02}
+
+    monkeypatch.setattr("accel.optimizer.search.measured", measured)
+    result = accel.optimize(my_softmax, out=tmp_path / "out", target="ort-cpu", kernels=True, rounds=5)
+    assert next(ratios, None) is None
+    assert len(result.candidates) > 2, "its session options were tried"
+    assert result.chosen.startswith("ort-cpu fp32")
+    assert "fuse_kernels" in [record["name"] for record in result.artifact.history]
+    assert "it was asked for" in " ".join(result.notes)
+
+
 def request(*targets: Target, **options: Any) -> Request:
     options = {"precisions": None, "data": None, "samples": 0, "threads": 1, "kernels": True, **options}
     return Request(targets=targets, **options)
