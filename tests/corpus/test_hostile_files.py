@@ -358,7 +358,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300, func_only=True)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_hostile_file(cli: Any, good: Path, tmp_path: Path, case: Case) -> None:
     """Fails if such a file gives a traceback, more than one line, no fix or another exit code, if code in it runs, or

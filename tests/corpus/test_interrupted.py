@@ -121,6 +121,7 @@ KILLED_IN = ("onnx_from_torch", "simplify", "quantize", "openvino_from_onnx", "j
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path) -> None:
     """Fails if SIGKILL in a stage leaves a process or half a result, takes away what was published before, if the next
     run begins again at the start, or if what is left in the cache is not cleared away."""

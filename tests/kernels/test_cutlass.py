@@ -95,7 +95,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> build.Built:
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> None:
     """A kernel a tile and architecture, each with the family's instruction; the assembler says nothing of spills or of
     serialized wgmma (a function call in the epilogue is enough for that)."""

@@ -189,7 +189,7 @@ def live(port: int, pki: Path, root: str, client: str | None = None) -> bool:
         options |= {"private_key": str(pki / f"{client}.key"), "certificate_chain": str(pki / f"{client}.pem")}
     try:
         with triton.InferenceServerClient(f"127.0.0.1:{port}", **options) as made:
-            return made.is_server_live(client_timeout=5)
+            return made.is_server_live(client_timeout=30)
     except InferenceServerException:
         return False
 

@@ -42,7 +42,7 @@ class Faulty:
             raise RuntimeError("the runtime gave up")
         if mark == 2:
             self._running.release()
-            self._released.wait(60)
+            self._released.wait(300)
         return self._session.run(feeds)
 
     def example_inputs(self, **sizes: int) -> Any:
@@ -97,8 +97,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def idle(process: Any) -> bool:
-    """Whether every request has left the books, within ten seconds."""
-    deadline = time.monotonic() + 10
+    """Whether every request has left the books, within a minute."""
+    deadline = time.monotonic() + 60
     while process.server.under_way and time.monotonic() < deadline:
         time.sleep(0.005)
     return process.server.under_way == 0
@@ -127,17 +127,17 @@ def test_a_session_that_hangs(faulty: Any) -> None:
         x.set_data_from_numpy(np.full((1, 4), 2, dtype=np.float32))
         answers: queue.Queue[Any] = queue.Queue()
         for one in hung:
-            one.async_infer("bad", [x], lambda result, error: answers.put((result, error)), client_timeout=30)
+            one.async_infer("bad", [x], lambda result, error: answers.put((result, error)), client_timeout=120)
         assert faulty.running.acquire(timeout=30)
         deadline = time.monotonic() + 30
         while faulty.server.under_way < 14:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        ask(client, "good", client_timeout=10)
-        assert client.is_server_live(client_timeout=10)
+        ask(client, "good", client_timeout=60)
+        assert client.is_server_live(client_timeout=60)
         began = time.monotonic()
         with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
-            ask(client, "bad", 3, client_timeout=10)
+            ask(client, "bad", 3, client_timeout=60)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert time.monotonic() - began < 5
         assert faulty.server.repository.get("bad").statistics().fail.count == 1  # what is shed is counted
@@ -228,7 +228,7 @@ def test_connections_that_are_left_open(faulty: Any) -> None:
             if i % 2:
                 left.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00")
         with client_of(faulty) as client:
-            ask(client, "good", client_timeout=10)
+            ask(client, "good", client_timeout=60)
 
 
 def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_streams_have_a_bound(faulty: Any) -> None:
             refused += found[0] is not None
         assert refused == 4  # a quarter of the sixteen threads is for streams
         with client_of(faulty) as client:
-            ask(client, "good", client_timeout=10)
+            ask(client, "good", client_timeout=60)
 
 
 def client_of_its_own(process: Any) -> Any:

@@ -64,9 +64,9 @@ def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     with client(port) as made:
         until_ready(made)
-        size = log.stat().st_size
         soft, hard = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (size, hard))
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (log.stat().st_size, hard))
+        size = log.stat().st_size  # a line may have come in between
         for _ in range(50):
             reload(models, made)
             ask(made, client_timeout=60)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def pinned_threads(pid: int, core: int) -> int:
     """Threads of a process that may run on ``core`` alone."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        lines = (task / "status").read_text().splitlines()
-        found += f"Cpus_allowed_list:\t{core}" in lines
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found += f"Cpus_allowed_list:\t{core}" in (task / "status").read_text().splitlines()
     return found
 
 

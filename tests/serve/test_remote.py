@@ -221,8 +221,12 @@ def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served]
     served = serve(address, "--mode", "poll", "--poll-seconds", "0.2")
     ports = served.wait_for("serving")["ports"]
     np.testing.assert_allclose(asked(_At(ports)), 1, rtol=1e-5)
-    linear(folder / "models" / "evil" / "1").rename(folder / "models" / "evil" / "1" / "..\\..\\escaped")
-    linear(folder / "models" / "linear" / "2", scale=2)
+    # Whole before the server can see them: it looks five times a second.
+    evil = linear(folder / "making" / "evil" / "1")
+    evil.rename(evil.with_name("..\\..\\escaped"))
+    (folder / "making" / "evil").rename(folder / "models" / "evil")
+    linear(folder / "making" / "2", scale=2)
+    (folder / "making" / "2").rename(folder / "models" / "linear" / "2")
     assert served.wait_for("model loaded", 2)["version"] == "2"
     np.testing.assert_allclose(asked(_At(ports)), 2, rtol=1e-5)
     assert "leads elsewhere" in served.wait_for("model not fetched")["reason"]
