@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 # Constants this small are axes and sizes, which shape inference wants to see where they are used.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
+# The IR version that each of the newer dtypes came with, by its name in TensorProto.
+_DTYPE_IR = {"FLOAT4E2M1": 11, "FLOAT8E8M0": 12, "UINT2": 13, "INT2": 13, "FLOAT6E2M3": 14, "FLOAT6E3M2": 14}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromOnnxConfig(StageConfig):
     """``opset``: what the file will have (None: what it has). ``inputs``: the right shapes of inputs whose declared
-    ones are wrong or too narrow; those not named stay. ``dims``: ranges of dynamic dims."""
+    ones are wrong or too narrow; those not named stay. ``dims``: ranges of dynamic dims. ``max_ir``: the newest IR
+    version that is read where the file goes (None: it keeps its own)."""
 
     opset: int | None = None
     inputs: tuple[TensorSpec, ...] = ()
     dims: Mapping[str, DimRange] = field(default_factory=dict)
+    max_ir: int | None = None
 
 
 class NotBroughtOver(StageFailed):
@@ -43,7 +47,8 @@ def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Arti
 
     Weights in Constant nodes become initializers, initializers are no longer listed as inputs, shapes of outputs are
     those that come out when it runs. Quantized models keep each QuantizeLinear and DequantizeLinear.
-    ``NotBroughtOver`` where onnx can't convert an operator, or where the model doesn't run with the shapes given.
+    ``NotBroughtOver`` where onnx can't convert an operator, where the model doesn't run with the shapes given, or where
+    its opset or a dtype in it is newer than ``max_ir``.
     """
     try:
         notes: dict[str, Any] = run_in_child(
@@ -76,9 +81,17 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         model = _converted(model, opset, path)
     if _quantizers(model) != before:
         raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out --opset")
-    model.ir_version = max(
-        int(model.ir_version), int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
-    )
+    least = int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
+    model.ir_version = max(int(model.ir_version), least)
+    if config.max_ir is not None and model.ir_version > config.max_ir:
+        least, why = max((least, f"opset {opset}"), *_newer_dtypes(model.graph))
+        if least > config.max_ir:
+            raise NotBroughtOver(
+                f"{path} needs IR {least} for {why}, where it goes only IR {config.max_ir} is read; export it again "
+                "without it"
+            )
+        repaired.append(f"it said IR {model.ir_version}, which is not needed and not read everywhere")
+        model.ir_version = config.max_ir
     del model.graph.value_info[:]
     ranges = {**signature.dims, **config.dims}
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
@@ -205,6 +218,21 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
             sizes = harmless.get((node.op_type, attribute.name), set())
             if onnx.helper.get_attribute_value(attribute) == usual[attribute.name] or sizes & {*node.input[1:]}:
                 node.attribute.remove(attribute)
+
+
+def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
+    """The IR versions that dtypes in ``graph`` need, where one of the newer ones is in it, with its name."""
+    import onnx
+
+    kinds = {t.data_type for t in graph.initializer}
+    kinds |= {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    inner = [(0, "")]
+    for node in graph.node:
+        for a in node.attribute:
+            kinds |= {a.t.data_type, *([a.i] if node.op_type == "Cast" and a.name == "to" else [])}
+            inner += [found for g in (a.g, *a.graphs) for found in _newer_dtypes(g)]
+    names = [onnx.TensorProto.DataType.Name(kind) for kind in kinds]
+    return [*inner, *((_DTYPE_IR[name], f"the dtype {name}") for name in names if name in _DTYPE_IR)]
 
 
 def _quantizers(model: onnx.ModelProto) -> list[int]:

@@ -21,8 +21,8 @@ from accel.stage import StageConfig
 # The pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) exclude every other part of accel, and it runs
 # with newer ones all the same: so it can't be an extra, and is installed without its dependencies.
 ONNX2TF = (
-    "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert backports.strenum tf-keras==2.21.0 onnx-graphsurgeon "
-    "sng4onnx psutil"
+    "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
+    "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
 )
 # How the inputs keep the layout they have in ONNX: channels first outside and last inside, which convolutions in
 # TensorFlow need; or nothing is turned at all, which suits what came from TensorFlow and has its own transposes.

@@ -14,8 +14,8 @@ from accel.bench.report import BenchReport, Sweep
 from accel.errors import BadData, BadSource, UnknownName, UsageError
 from accel.progress import report
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
-from accel.sources import main_file, open_source
-from accel.sources.tensorflow_source import saved_model_file
+from accel.sources import is_source, main_file, open_source
+from accel.sources.tensorflow_source import options_of_each, saved_model_file
 from accel.verify.data import widened
 
 if TYPE_CHECKING:
@@ -50,17 +50,19 @@ def bench(
     inputs: Inputs | None = None,
     weights: Path | None = None,
     dims: Dims | None = None,
+    tensorflow: Mapping[str, Any] | None = None,
 ) -> BenchReport:
     """Time ``candidates`` beside ``against`` (default: the first of them), each in a process of its own.
 
-    A candidate is an artifact, the folder it is in, an ONNX file from anywhere or a PyTorch source; each runs on the
+    A candidate is an artifact, the folder it is in, an ONNX file from anywhere or a source; each runs on the
     runtime it was chosen with. ``also``: runtimes that PyTorch sources are run with besides eager (``torch-compile``).
     ``sizes``: of the dynamic dims (default: the most usual ones of ``against``). ``data``: .npz whose first batches are
     the inputs instead of random ones. ``threads``: the same for all; default: what each was found fastest
     with, or every core this process may use. ``streams``: runs of a candidate at once; then throughputs are compared.
     ``cuda_graph``: launch the kernels of engines as CUDA graphs.
-    ``inputs``, ``weights``, ``dims``: of the PyTorch sources, as in ``accel.export``. The rest: see
-    ``accel.bench.paired.measure``.
+    ``inputs``, ``weights``, ``dims``: of the sources, as in ``accel.export``. ``tensorflow``: of TensorFlow's, by
+    their names there: ``graph_inputs``, ``graph_outputs``, ``signature``, ``strip_training_ops``; each goes to the
+    models that it concerns. The rest: see ``accel.bench.paired.measure``.
 
     Outputs are compared with those of ``against`` before anything is timed. A candidate that can't be compared or run
     has a row that says why. Raises ``BadSource`` for what can't be found, ``BadData`` where the data doesn't fit.
@@ -68,7 +70,7 @@ def bench(
     >>> report = accel.benchmark(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                             # doctest: +SKIP
     """
-    ready = _candidates(candidates, against, also, cuda_graph, inputs, weights, dims)
+    ready = _candidates(candidates, against, also, cuda_graph, inputs, weights, dims, tensorflow or {})
     samples = Path(data) if data else None
     first = widened(ready[0].artifact, samples, dict(dims or {}))
     return measure(
@@ -97,6 +99,7 @@ def sweep(
     inputs: Inputs | None = None,
     weights: Path | None = None,
     dims: Dims | None = None,
+    tensorflow: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Sweep:
     """``bench`` at every pair of ``batches`` and ``lengths``: a report for each, batches first.
@@ -106,7 +109,7 @@ def sweep(
 
     >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
     """
-    ready = _candidates(candidates, against, also, cuda_graph, inputs, weights, dims)
+    ready = _candidates(candidates, against, also, cuda_graph, inputs, weights, dims, tensorflow or {})
     samples = Path(data) if data else None
     first = widened(ready[0].artifact, samples, dict(dims or {}))
     reports = []
@@ -149,6 +152,7 @@ def _candidates(
     inputs: Inputs | None,
     weights: Path | None,
     dims: Dims | None,
+    tensorflow: Mapping[str, Any],
 ) -> list[Candidate]:
     """All that is to be timed, opened and named, the baseline first."""
     for runtime in also:
@@ -158,7 +162,9 @@ def _candidates(
     models = [*([against] if against is not None else []), *candidates]
     if not models:
         raise UsageError("there is nothing to time; give an artifact or a source")
-    artifacts = [_open(path, inputs, weights, dims) for model in models for path in _expand(model)]
+    models = [path for model in models for path in _expand(model)]
+    each = options_of_each([str(m.path if isinstance(m, Artifact) else m) for m in models], tensorflow)
+    artifacts = [_open(m, inputs, weights, dims, said) for m, said in zip(models, each, strict=True)]
     ready: list[Candidate] = []
     for artifact in artifacts:
         runtimes = [default_runtime(artifact).name, *(also if artifact.kind == "torch" else ())]
@@ -184,16 +190,19 @@ def _expand(model: Model) -> list[Model]:
 _SOURCES = ("config.json", "final/config.json")
 
 
-def _open(model: Model, inputs: Inputs | None, weights: Path | None, dims: Dims | None) -> Artifact:
+def _open(
+    model: Model, inputs: Inputs | None, weights: Path | None, dims: Dims | None, tensorflow: Mapping[str, Any]
+) -> Artifact:
     if isinstance(model, Artifact) or model == "":
         return open_source(model)
     path = Path(model)
-    ready = path.suffix in KINDS or (path.is_dir() and main_file(path) is not None)
     known = any((path / name).is_file() for name in _SOURCES) or saved_model_file(path) is not None
-    if path.is_dir() and not ready and not known:
+    if path.is_dir() and main_file(path) is None and not known:
         raise BadSource(f"{path} holds no artifact; make one with accel optimize -o {path}")
     # What says what goes into a source has nothing to say to a file that knows.
-    return open_source(path) if ready else open_source(model, inputs=inputs, weights=weights, dims=dims)
+    if not is_source(path):
+        return open_source(path)
+    return open_source(model, inputs=inputs, weights=weights, dims=dims, tensorflow=tensorflow)
 
 
 def _name(artifact: Artifact, runtime: str, taken: set[str]) -> str:

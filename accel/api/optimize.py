@@ -93,12 +93,18 @@ def optimize(
     kernels: bool = False,
     engine: Sequence[str] = (),
     use_cache: bool = True,
+    graph_inputs: Sequence[str] = (),
+    graph_outputs: Sequence[str] = (),
+    signature: str = "",
+    strip_training_ops: bool = False,
 ) -> Optimization:
     """Make the candidates for ``target``, gate each, measure each, and publish the fastest within the budget to the
     folder ``out``: ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``
     and ``report.html`` (with the extra ``report``).
 
-    ``model``: an ONNX file, an artifact, or a PyTorch source (exported first). ``target``: ``auto`` (whatever this
+    ``model``: an ONNX file, an artifact, or anything that ``accel.export`` takes (exported first), with ``inputs``,
+    ``weights``, ``dims``, ``graph_inputs``, ``graph_outputs``, ``signature`` and ``strip_training_ops`` as there.
+    ``target``: ``auto`` (whatever this
     machine can run) or a name from ``Target``. ``precision``: only these. ``data``: samples (.npz, or a folder of them)
     for calibration and comparison. ``metric``: ``module:function`` or a function, ``f(outputs, data) -> float``, higher
     is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with the labels of
@@ -138,7 +144,13 @@ def optimize(
     budget = Budget(budget_seconds)
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
-        src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, cache)
+        tensorflow = {
+            "graph_inputs": graph_inputs,
+            "graph_outputs": graph_outputs,
+            "signature": signature,
+            "strip_training_ops": strip_training_ops,
+        }
+        src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, tensorflow, cache)
         calibration = Path(data) if data else None
         for given in (calibration, Path(eval_data) if eval_data else None):
             src = widened(src, given, dict(dims or {}))
@@ -255,11 +267,16 @@ def _write_page(path: Path, result: Optimization) -> None:
 
 
 def _as_onnx(
-    model: str | Path | Artifact, inputs: Inputs | None, weights: Path | None, dims: Dims | None, cache: StageCache
+    model: str | Path | Artifact,
+    inputs: Inputs | None,
+    weights: Path | None,
+    dims: Dims | None,
+    tensorflow: Mapping[str, Any],
+    cache: StageCache,
 ) -> Artifact:
     from accel.converters.onnx_from_torch import LIMITS, OnnxFromTorchConfig
 
-    src = open_source(model, inputs=inputs, weights=weights, dims=dims)
+    src = open_source(model, inputs=inputs, weights=weights, dims=dims, tensorflow=tensorflow)
     if src.kind == "torch":
         gates = [OutputGate(limit=LIMITS[src.properties.get("precision", "fp32")])]
         return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), gates=gates, cache=cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,8 @@ from accel.artifact import Artifact
 from accel.errors import UnsupportedHere, UsageError
 from accel.progress import report
 from accel.runtimes.base import open_session, recorded_options
-from accel.sources import open_source
+from accel.sources import is_source, open_source
+from accel.sources.tensorflow_source import options_of_each
 from accel.verify.compare import Difference, compare, worst
 
 if TYPE_CHECKING:
@@ -51,13 +52,16 @@ def verify(
     limit: float | None = None,
     samples: int = 64,
     inputs: Inputs | None = None,
+    weights: str | Path | None = None,
     dims: Dims | None = None,
+    tensorflow: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Run both models on the same inputs and compare every output by name.
 
     On ``samples`` samples of ``data`` (.npz, or a folder of them), or without data on random inputs at several shapes:
     batch 1, 2 and the largest, every other dim at its ends. ``limit``: largest ||candidate - reference||₂ /
-    ||reference||₂ of any output; the default follows the candidate's precision.
+    ||reference||₂ of any output; the default follows the candidate's precision. ``inputs``, ``weights``, ``dims``: of
+    what is a source, as in ``accel.export``; ``tensorflow``: as in ``accel.benchmark``.
 
     Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit.
     """
@@ -66,9 +70,8 @@ def verify(
     from accel.verify.data import widened
     from accel.verify.gates import cast_feeds, gate_runtime
 
-    first = open_source(reference, inputs=inputs, dims=dims)
+    first, second = _open(reference, candidate, inputs, Path(weights) if weights else None, dims, tensorflow or {})
     first = widened(first, Path(data) if data else None, dict(dims or {}))
-    second = open_source(candidate, inputs=inputs if str(candidate).endswith(".py") else None)
     for artifact in (first, second):
         if gate_runtime(artifact) is None:
             raise UnsupportedHere(f"{artifact.path} can't run on this machine; verify it where there is an NVIDIA GPU")
@@ -94,6 +97,26 @@ def verify(
         elif difference.rel_l2 > limit:
             problems.append(f"output {name!r}: rel_l2 {difference.rel_l2:.3g} is over the limit {limit:g}")
     return Verification(passed=not problems, limit=limit, outputs=outputs, cases=tuple(cases), problems=tuple(problems))
+
+
+def _open(
+    reference: str | Path | Artifact,
+    candidate: str | Path | Artifact,
+    inputs: Inputs | None,
+    weights: Path | None,
+    dims: Dims | None,
+    tensorflow: Mapping[str, Any],
+) -> tuple[Artifact, Artifact]:
+    """Both models. What has to be said of a source is said of each that is one; inputs and dims also of the reference
+    whatever it is, since they say what it is run on."""
+    each = options_of_each([str(m.path if isinstance(m, Artifact) else m) for m in (reference, candidate)], tensorflow)
+    sources = [not isinstance(m, Artifact) and is_source(m) for m in (reference, candidate)]
+    # Weights that no model asks for are refused by the first.
+    own = weights if sources[0] or not sources[1] else None
+    first = open_source(reference, inputs=inputs, weights=own, dims=dims, tensorflow=each[0])
+    if not sources[1]:
+        return first, open_source(candidate)
+    return first, open_source(candidate, inputs=inputs, weights=weights, dims=dims, tensorflow=each[1])
 
 
 def effective_precision(artifact: Artifact) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.cli import output_options
-from accel.cli.options import read_dims, read_sizes, source_options
+from accel.cli.options import read_dims, read_sizes, source_options, tensorflow_options
 
 if TYPE_CHECKING:
     from accel.cli import Output
@@ -68,6 +68,7 @@ def read_numbers(_: click.Context, option: click.Parameter, text: str | None) ->
     help="Write the report there as well: .json, .md or .html. Repeatable.",
 )
 @source_options
+@tensorflow_options
 @output_options
 def command(
     candidates: tuple[str, ...],
@@ -88,13 +89,14 @@ def command(
     inputs: tuple[str, ...],
     weights: Path | None,
     dims: tuple[str, ...],
+    tensorflow: dict[str, Any],
     say: Output,
 ) -> None:
     """Time CANDIDATES beside one another, and compare their outputs before.
 
-    A candidate is an artifact, the folder it is in, an ONNX file or a PyTorch source. Each runs in a process of its
-    own, all others paused; "faster" and "slower" mean beyond the noise that was measured in the same run. With --batch
-    and --length all of it is done at each shape. Exit code 1 where no candidate could be compared.
+    A candidate is an artifact, the folder it is in, an ONNX file or a source (PyTorch, TensorFlow). Each runs in
+    a process of its own, all others paused; "faster" and "slower" mean beyond the noise that was measured in the same
+    run. With --batch and --length all of it is done at each shape. Exit code 1 where no candidate could be compared.
     """
     from accel.api.bench import bench, sweep
     from accel.api.export import check_writable
@@ -119,6 +121,7 @@ def command(
         "inputs": inputs or None,
         "weights": weights,
         "dims": read_dims(dims),
+        "tensorflow": tensorflow,
     }
     found: BenchReport | Sweep
     if batches or lengths:

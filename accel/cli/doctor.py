@@ -29,6 +29,8 @@ def command(say: Output) -> None:
             parts.add_column(column)
         for part in found["parts"]:
             version = part["version"] or "[red]missing[/red]"
+            if part["version"] and not part["installed"]:
+                version += " [red]broken[/red]"
             parts.add_row(part["name"], version, part["brings"], (part["install"] or "").replace("[", "\\["))
         targets = Table(title="targets", title_justify="left")
         for column in ("target", "builds", "runs here", "brings", "why not"):

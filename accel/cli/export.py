@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from accel.cli import output_options
-from accel.cli.options import graph_options, read_dims, read_names, read_normalize, source_options
+from accel.cli.options import read_dims, read_normalize, source_options, tensorflow_options
 from accel.errors import BadInputSpec
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 )
 @click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn, openvino, torch.")
 @source_options
-@graph_options
-@click.option("--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow graph.")
+@tensorflow_options
 @click.option("--opset", type=int, help="The opset the file will have, exactly: 20, of an ONNX file its own.")
 @click.option("--limit", type=float, help="Largest relative error of an output (float32: 1e-4).")
 @click.option("--normalize", metavar="MEAN,STD", help="Of pixels in 0..1; one number or one a channel: .5:.4:.3,.2.")
@@ -42,10 +41,7 @@ def command(
     inputs: tuple[str, ...],
     weights: Path | None,
     dims: tuple[str, ...],
-    graph_inputs: str | None,
-    graph_outputs: str | None,
-    signature: str,
-    strip_training_ops: bool,
+    tensorflow: dict[str, Any],
     opset: int | None,
     limit: float | None,
     normalize: str | None,
@@ -72,15 +68,12 @@ def command(
         inputs=inputs or None,
         weights=weights,
         dims=read_dims(dims),
-        graph_inputs=read_names(graph_inputs),
-        graph_outputs=read_names(graph_outputs),
-        signature=signature,
-        strip_training_ops=strip_training_ops,
         opset=opset,
         limit=limit,
         preprocess=_preprocess(normalize, layout, dtype, resize, postprocess),
         simplify=not no_simplify,
         use_cache=not no_cache,
+        **tensorflow,
     )
     body = {
         "path": str(artifact.path),

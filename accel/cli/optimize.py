@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.cli import output_options
-from accel.cli.options import read_dims, read_sizes, sizes_option, source_options
+from accel.cli.options import read_dims, read_sizes, sizes_option, source_options, tensorflow_options
 
 if TYPE_CHECKING:
     from accel.api.optimize import Optimization
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 @click.option("--budget-seconds", type=float, help="How long it may take in all: the likeliest candidates first.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
 @source_options
+@tensorflow_options
 @click.option("--no-cache", is_flag=True, help="Run and measure everything again.")
 @output_options
 def command(
@@ -111,6 +112,7 @@ def command(
     inputs: tuple[str, ...],
     weights: Path | None,
     dims: tuple[str, ...],
+    tensorflow: dict[str, Any],
     no_cache: bool,
     say: Output,
 ) -> None:
@@ -147,6 +149,7 @@ def command(
         weights=weights,
         dims=read_dims(dims),
         use_cache=not no_cache,
+        **tensorflow,
     )
     say.result({"path": str(result.artifact.path), **result.to_json()}, lambda: table(result))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,37 @@ _signature = click.option("--signature", default="", help="Which signature of a 
 def graph_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--inputs``, ``--outputs`` and ``--signature``: which part of a TensorFlow file is meant."""
     return _graph_inputs(_graph_outputs(_signature(function)))
+
+
+_strip = click.option(
+    "--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow model."
+)
+
+
+def tensorflow_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``graph_options`` and ``--strip-training-ops``; the function gets them in one mapping, ``tensorflow``, by the
+    names that ``accel.export`` has for them."""
+
+    @graph_options
+    @_strip
+    @wraps(function)
+    def wrapped(
+        *args: Any,
+        graph_inputs: str | None,
+        graph_outputs: str | None,
+        signature: str,
+        strip_training_ops: bool,
+        **kwargs: Any,
+    ) -> Any:
+        said = {
+            "graph_inputs": read_names(graph_inputs),
+            "graph_outputs": read_names(graph_outputs),
+            "signature": signature,
+            "strip_training_ops": strip_training_ops,
+        }
+        return function(*args, tensorflow=said, **kwargs)
+
+    return wrapped
 
 
 def read_names(text: str | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.cli import output_options
-from accel.cli.options import dim_option, read_dims
+from accel.cli.options import read_dims, source_options, tensorflow_options
 
 if TYPE_CHECKING:
     from accel.cli import Output
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
 @click.option("--limit", type=float, help="Largest relative error of any output; by default what the precision allows.")
 @click.option("--samples", type=click.IntRange(min=1), default=64, show_default=True, help="Samples to compare on.")
-@dim_option
+@source_options
+@tensorflow_options
 @output_options
 def command(
     reference: str,
@@ -29,13 +30,26 @@ def command(
     data: Path | None,
     limit: float | None,
     samples: int,
+    inputs: tuple[str, ...],
+    weights: Path | None,
     dims: tuple[str, ...],
+    tensorflow: dict[str, Any],
     say: Output,
 ) -> None:
     """Compare every output of CANDIDATE with REFERENCE; exit code 1 where they differ by more than the limit."""
     from accel.api.verify import verify
 
-    found = verify(reference, candidate, data=data, limit=limit, samples=samples, dims=read_dims(dims))
+    found = verify(
+        reference,
+        candidate,
+        data=data,
+        limit=limit,
+        samples=samples,
+        inputs=inputs or None,
+        weights=weights,
+        dims=read_dims(dims),
+        tensorflow=tensorflow,
+    )
 
     def human() -> Any:
         from rich.table import Table

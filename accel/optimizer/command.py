@@ -15,9 +15,16 @@ _FLAGS = {
     "compute_capabilities": "--compute-capability",
     "inputs": "--input",
     "dims": "--dim",
+    "graph_inputs": "--inputs",
+    "graph_outputs": "--outputs",
     "out": "-o",
 }
-_SWITCHES = {"kernels": (True, "--kernels"), "vary_session": (False, "--fixed-session"), "use_cache": (False, "")}
+_SWITCHES = {
+    "kernels": (True, "--kernels"),
+    "strip_training_ops": (True, "--strip-training-ops"),
+    "vary_session": (False, "--fixed-session"),
+    "use_cache": (False, ""),
+}
 
 
 def command_line(model: Any, asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
@@ -45,6 +52,8 @@ def _texts(name: str, value: Any) -> list[str]:
         return [f"{dim}={r.min}:{r.opt}:{r.max}" for dim, r in parse_dims(value).items()]
     if name == "sizes":
         return [",".join(f"{dim}={size}" for dim, size in value.items())]
+    if name in ("graph_inputs", "graph_outputs"):
+        return [",".join(value)]
     if name == "lengths" and not isinstance(value, str):
         return [",".join(map(str, value))]
     if callable(value):

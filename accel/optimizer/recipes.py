@@ -217,14 +217,14 @@ Step = tuple[str, StageConfig, float]
 
 
 def _in_range(src: Artifact, target: Target) -> list[Step]:
-    """An opset that the target doesn't take is brought into its range first."""
+    """An opset or an IR version that the target doesn't take is brought into its range first."""
     from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
 
     opset = int(src.properties.get("opset") or target.min_opset)
     wanted = min(max(opset, target.min_opset), target.max_opset)
-    if wanted == opset:
+    if wanted == opset and int(src.properties.get("ir") or 0) <= target.max_ir:
         return []
-    return [("onnx_from_onnx", OnnxFromOnnxConfig(opset=wanted), STAGE_LIMITS["simplify"])]
+    return [("onnx_from_onnx", OnnxFromOnnxConfig(opset=wanted, max_ir=target.max_ir), STAGE_LIMITS["simplify"])]
 
 
 def _simplify(src: Artifact) -> list[Step]:

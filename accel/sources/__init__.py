@@ -39,6 +39,15 @@ def main_file(folder: Path) -> Path | None:
     return next((folder / name for name in (*names, *MAIN_FILES) if (folder / name).is_file()), None)
 
 
+def is_source(spec: str | Path) -> bool:
+    """Whether ``open_source`` takes it for a model in its framework's own form, not for an artifact or an ONNX file."""
+    path = Path(spec)
+    if path.is_dir():
+        path = main_file(path) or path
+    made = manifest_path(path).is_file() and path.suffix in (".tflite", ".pb", ".pt2")
+    return path.suffix not in KINDS and not made
+
+
 def check_name(path: Path) -> None:
     """``BadSource`` for a name that is no UTF-8: no runtime opens it, and no manifest can hold it."""
     try:
@@ -73,7 +82,8 @@ def open_source(
     ranges: Mapping[str, DimRange] = parse_dims(dims or {})
     if path.is_dir():
         path = main_file(path) or path
-    if path.suffix in KINDS or (manifest_path(path).is_file() and path.suffix in (".tflite", ".pb", ".pt2")):
+    if not is_source(path):
+        _check_no_tensorflow(text, tensorflow)
         if weights:
             raise UsageError(f"{path} has its own weights; leave out --weights")
         if KINDS.get(path.suffix) == "onnx":
@@ -92,9 +102,14 @@ def open_source(
         if weights:
             raise UsageError(f"{text} has its own weights; leave out --weights")
         return open_tensorflow(text, inputs=inputs, dims=ranges, **(tensorflow or {}))
-    if given := [name for name, value in (tensorflow or {}).items() if value]:
-        option = {"graph_inputs": "inputs", "graph_outputs": "outputs"}.get(given[0], given[0].replace("_", "-"))
-        raise UsageError(f"{text} is no TensorFlow model; leave out --{option}")
+    _check_no_tensorflow(text, tensorflow)
     from accel.sources.torch_source import open_torch
 
     return open_torch(text, inputs=inputs, weights=weights, dims=ranges)
+
+
+def _check_no_tensorflow(text: str, tensorflow: Mapping[str, Any] | None) -> None:
+    from accel.sources.tensorflow_source import option_name
+
+    if given := [name for name, value in (tensorflow or {}).items() if value]:
+        raise UsageError(f"{text} is no TensorFlow model; leave out {option_name(given[0])}")

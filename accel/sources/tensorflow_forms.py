@@ -6,6 +6,7 @@ Imported in the TensorFlow process alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,36 @@ if TYPE_CHECKING:
 def load(spec: TensorFlowSpec) -> Loaded:
     """The model that ``spec`` names. ``BadSource`` (``InvalidModel``) with the reason where it can't be loaded."""
     try:
-        return _FORMS[spec.form](spec)
+        loaded = _FORMS[spec.form](spec)
+        # What is a graph already was rid of its dropout before it was cut out of the file.
+        return _stripped(loaded) if spec.strip and spec.form not in ("graph", "checkpoint") else loaded
     except AccelError:
         raise
     except Exception as error:
         raise InvalidModel(
             f"{spec.path} can't be read as {_NAMES[spec.form]} ({one_line(error)}); save it again"
         ) from error
+
+
+def _stripped(loaded: Loaded) -> Loaded:
+    """The same model frozen, without its dropout: what a conversion is compared with runs that graph too."""
+    frozen = loaded.freeze()
+    frozen = replace(frozen, graph=strip_dropout(frozen.graph))
+    call, _ = _run_graph(frozen)
+    return Loaded(call=call, inputs=loaded.inputs, outputs=loaded.outputs, freeze=lambda: frozen)
+
+
+def _run_graph(frozen: Frozen) -> tuple[Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]], list[Any]]:
+    """A call by name (arrays to arrays) through a frozen graph, and the graph's input tensors. ``ValueError`` where the
+    outputs can't be computed of the inputs."""
+    whole = tf.compat.v1.wrap_function(lambda: tf.compat.v1.import_graph_def(frozen.graph, name=""), [])
+    function = whole.prune(list(frozen.inputs.values()), list(frozen.outputs.values()))
+
+    def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = function(*(tf.constant(feeds[name]) for name in frozen.inputs))
+        return {name: value.numpy() for name, value in zip(frozen.outputs, found, strict=True)}
+
+    return call, [whole.graph.get_tensor_by_name(name) for name in frozen.inputs.values()]
 
 
 def _saved_model(spec: TensorFlowSpec) -> Loaded:
@@ -191,26 +215,19 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
     graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [name.partition(":")[0] for name in spec.outputs])
     if spec.strip:
         graph = strip_dropout(graph)
-    try:
-        whole = tf.compat.v1.wrap_function(lambda: tf.compat.v1.import_graph_def(graph, name=""), [])
-        function = whole.prune(list(spec.inputs), list(spec.outputs))
-    except ValueError as error:
-        raise BadSource(f"{spec.path} can't be cut at {', '.join(spec.inputs)}: {one_line(error)}") from error
     names = [plain_name(name) for name in spec.inputs]
     outputs = [plain_name(name) for name in spec.outputs]
-    tensors = [whole.graph.get_tensor_by_name(name) for name in spec.inputs]
-    inputs = [(n, dtype_name(t.dtype), _shape(t.shape)) for n, t in zip(names, tensors, strict=True)]
-
-    def by_name(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        found = function(*(tf.constant(feeds[name]) for name in names))
-        return {name: value.numpy() for name, value in zip(outputs, found, strict=True)}
-
     frozen = Frozen(
         graph=graph,
         inputs=dict(zip(names, spec.inputs, strict=True)),
         outputs=dict(zip(outputs, spec.outputs, strict=True)),
     )
-    return Loaded(call=by_name, inputs=inputs, outputs=outputs, freeze=lambda: frozen)
+    try:
+        call, tensors = _run_graph(frozen)
+    except ValueError as error:
+        raise BadSource(f"{spec.path} can't be cut at {', '.join(spec.inputs)}: {one_line(error)}") from error
+    inputs = [(n, dtype_name(t.dtype), _shape(t.shape)) for n, t in zip(names, tensors, strict=True)]
+    return Loaded(call=call, inputs=inputs, outputs=outputs, freeze=lambda: frozen)
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:

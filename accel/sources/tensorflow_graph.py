@@ -30,6 +30,7 @@ _RANDOM = frozenset(
 _MASK = frozenset(
     {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
 )
+_ASSIGN = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
 _NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
@@ -38,11 +39,9 @@ _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
 def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Frozen:
     """A concrete function of the tensors ``inputs`` with its variables as constants, its calls inlined."""
-    from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
-
     from accel.sources.tensorflow_model import Frozen
 
-    frozen = convert_variables_to_constants_v2(function, lower_control_flow=False, aggressive_inlining=True)
+    frozen = _with_constants(function)
     taken = [t.name for t in frozen.inputs if t.dtype != tf.resource]
     if len(taken) != len(inputs):
         raise BadSource(
@@ -54,6 +53,35 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
         inputs=dict(zip(inputs, taken, strict=True)),
         outputs=dict(zip(outputs, (t.name for t in frozen.outputs), strict=True)),
     )
+
+
+def _with_constants(function: Any) -> Any:
+    """``function`` with its variables as constants. What a dropout of Keras sets at every call, the state of its random
+    numbers, stays as it is; ``BadSource`` where the model sets numbers that it may compute with."""
+    from tensorflow.python.framework import convert_to_constants
+
+    how = {"lower_control_flow": False, "aggressive_inlining": True}
+    try:
+        return convert_to_constants.convert_variables_to_constants_v2(function, **how)
+    except ValueError as error:  # a constant can't be assigned to
+        if "VariableOp" not in str(error):
+            raise
+    data = convert_to_constants._FunctionConverterDataInEager(func=function, **how)
+    graph, replaced = convert_to_constants._replace_variables_by_constants(converter_data=data)
+    for node in graph.node:
+        if node.op not in _ASSIGN:
+            continue
+        if not tf.as_dtype(node.attr["dtype"].type).is_integer:
+            raise BadSource(
+                f"the model changes its variables when it is called ({node.name}): it was saved for training, as with "
+                "batch normalization; save it for inference, with training=False"
+            )
+        node.op = "NoOp"
+        order = [name for name in node.input if name.startswith("^")]
+        del node.input[:]
+        node.input.extend(order)
+        node.attr.clear()
+    return convert_to_constants._construct_concrete_function(function, graph, replaced)
 
 
 def _with_values(graph: Any) -> Any:
@@ -95,14 +123,16 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
     return tf.compat.v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), nodes)
 
 
-def refuse_random(frozen: Frozen, where: str) -> None:
-    """``BadSource`` that names the random ops which lead to the outputs."""
+def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:
+    """``BadSource`` that names the random ops which lead to the outputs. ``stripped``: dropout was taken out before."""
     found = [f"{node.name} ({node.op})" for node in _leading_to_outputs(frozen) if node.op in _RANDOM]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        fix = "they are no dropout that --strip-training-ops knows: " if stripped else ""
+        fix += "" if stripped else "pass --strip-training-ops to take dropout out, or "
         raise BadSource(
             f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}; "
-            "pass --strip-training-ops to take dropout out, or save the model for inference"
+            f"{fix}save the model for inference"
         )
 
 

@@ -17,6 +17,8 @@ from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
+# How often a model is run again on the same inputs: what is drawn from a few numbers may come out the same once.
+_AGAIN = 4
 # How many models stay loaded: a conversion asks for the same one several times.
 _KEPT = 2
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
@@ -69,7 +71,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
 
 
 def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
-    """``inputs`` and ``outputs`` as specs, and ``properties``. The model is run at several sizes, and twice at one."""
+    """``inputs`` and ``outputs`` as specs, and ``properties``. The model is run at several sizes, and at one
+    of them again and again: what is random isn't taken."""
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
     bounds: Mapping[str, tuple[int, int]] = {}
@@ -85,7 +88,7 @@ def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[st
         from accel.sources.tensorflow_graph import index_bounds, refuse_random
 
         frozen = model.freeze()
-        refuse_random(frozen, spec.path)
+        refuse_random(frozen, spec.path, stripped=spec.strip)
         bounds = index_bounds(frozen)
     last: AccelError | None = None
     for named in _namings(model.inputs, spec.path, inputs):
@@ -94,7 +97,7 @@ def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[st
         try:
             return {
                 "inputs": signature.inputs,
-                "outputs": _probe(model, signature, spec.path),
+                "outputs": _probe(model, signature, spec),
                 "properties": properties,
             }
         except BadSource as error:
@@ -136,19 +139,31 @@ def _reason(error: Exception) -> str:
     return one_line(" ".join(kept[:3]) or type(error).__name__)[:240]
 
 
-def _probe(model: Loaded, signature: Signature, where: str) -> tuple[TensorSpec, ...]:
+def _probe(model: Loaded, signature: Signature, spec: TensorFlowSpec) -> tuple[TensorSpec, ...]:
+    cases = probe_cases(signature)
+    runs = [_called(model, signature.example_inputs(**sizes), spec.path) for sizes in cases]
+    for _ in range(_AGAIN):
+        again = _called(model, signature.example_inputs(**cases[-1]), spec.path)
+        for name, value in runs[-1].items():
+            if not _same(value, again[name]):
+                strip = spec.form != "tflite" and not spec.strip
+                raise BadSource(
+                    f"the output {name!r} of {spec.path} differs from run to run on the same inputs: something random "
+                    "is left in it; save it for inference"
+                    + (", or take dropout out with --strip-training-ops" if strip else "")
+                )
+    return output_specs(signature, cases, runs, spec.path)
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two runs gave the same: numbers up to what threads that add in another order make of them."""
     import numpy as np
 
-    cases = probe_cases(signature)
-    runs = [_called(model, signature.example_inputs(**sizes), where) for sizes in cases]
-    again = model.call(signature.example_inputs(**cases[0]))
-    for name, value in runs[0].items():
-        if value.dtype.kind == "f" and not np.allclose(value, again[name], rtol=1e-3, atol=1e-5, equal_nan=True):
-            raise BadSource(
-                f"the output {name!r} of {where} differs from run to run on the same inputs: something random is left "
-                "in it; save it for inference, or take dropout out with --strip-training-ops"
-            )
-    return output_specs(signature, cases, runs, where)
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind == "f":
+        return np.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return np.array_equal(one, other)
 
 
 def _namings(

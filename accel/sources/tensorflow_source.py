@@ -26,7 +26,7 @@ class TensorFlowSpec:
 
     ``form``: ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` or ``tflite``.
     ``signature``: which signature of a SavedModel. ``inputs``, ``outputs``: tensors of a graph, like ``x:0``.
-    ``strip``: take dropout out that was left in a graph.
+    ``strip``: take dropout out that was left in it.
     """
 
     form: str
@@ -110,7 +110,7 @@ def open_tensorflow(
 
     ``inputs``: names or fixes dims that the model leaves open, and says which values integers may have.
     ``graph_inputs``, ``graph_outputs``: tensor names of a frozen graph or checkpoint. ``signature``: which one of a
-    SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it.
+    SavedModel. ``strip_training_ops``: take dropout out of a model that still holds it.
 
     Raises ``BadSource`` (``InvalidModel``) where it can't be read, holds random ops, or lacks what has to be said.
     """
@@ -123,6 +123,11 @@ def open_tensorflow(
         raise UsageError(f"{text} has its own inputs and outputs; --inputs and --outputs are for a .pb or .meta")
     if signature and form != "saved_model":
         raise UsageError(f"{text} has no signatures; leave out --signature")
+    if strip_training_ops and form == "tflite":
+        raise UsageError(
+            f"{text} is a TFLite file, which --strip-training-ops can't change; export the SavedModel or Keras file "
+            "that it was made of"
+        )
     files = _files(form, path, text)
     main = files[0]
     spec = TensorFlowSpec(
@@ -159,6 +164,36 @@ def open_tensorflow(
             "sha256": text_sha256("\n".join([said, *(e["sha256"] for e in entries)])),
         },
     )
+
+
+# What of ``open_tensorflow`` can be said of each form, beside inputs and dims.
+_OPTIONS = {
+    "saved_model": ("signature", "strip_training_ops"),
+    "keras": ("strip_training_ops",),
+    "graph": ("graph_inputs", "graph_outputs", "strip_training_ops"),
+    "checkpoint": ("graph_inputs", "graph_outputs", "strip_training_ops"),
+    "python": ("strip_training_ops",),
+}
+
+
+def option_name(parameter: str) -> str:
+    """How the command line spells a parameter of ``open_tensorflow``."""
+    return "--" + {"graph_inputs": "inputs", "graph_outputs": "outputs"}.get(parameter, parameter.replace("_", "-"))
+
+
+def options_of_each(models: Sequence[str], options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each of several models those of ``options`` (parameters of ``open_tensorflow``) that concern its form.
+
+    ``UsageError`` where one of them concerns none of the models.
+    """
+    from accel.sources import is_source
+
+    given = {name: value for name, value in options.items() if value}
+    forms = [form_of(text) if is_source(text) else None for text in models]
+    each = [{name: given[name] for name in _OPTIONS.get(form or "", ()) if name in given} for form in forms]
+    if unused := [name for name in given if not any(name in found for found in each)]:
+        raise UsageError(f"there is no TensorFlow model here that takes {option_name(unused[0])}; leave it out")
+    return each
 
 
 def _tensor_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -176,7 +176,8 @@ def _digest(feeds: Mapping[str, np.ndarray]) -> str:
 
     digest = hashlib.sha256()
     for name, value in feeds.items():
-        digest.update(name.encode() + value.tobytes())
+        # Zeros of another shape, or bits read as another dtype, are other inputs.
+        digest.update(f"{name} {value.dtype} {value.shape} ".encode() + value.tobytes())
     return digest.hexdigest()
 
 

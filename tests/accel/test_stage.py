@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from accel.signature import DimRange
 from accel.sources.onnx_file import open_onnx
 from accel.stage import StageConfig, config_json, run_stage
 from accel.stage_table import Stage
-from accel.verify.gates import OutputGate
+from accel.verify.gates import OutputGate, Outputs
 
 CALLS: list[str] = []
 
@@ -237,6 +238,21 @@ def test_sigkill_then_resume(source: Artifact, own_cache: Path, tmp_path: Path) 
     assert out.is_file()
     leftovers = list((own_cache / "scratch").iterdir())
     assert leftovers == [], "what the killed run left behind is still there"
+
+
+def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
+    """Fails if feeds of the same bytes in another shape, or as another dtype, are given each other's outputs."""
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["a", "b"]) for n in "xy")
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
+    path = tmp_path / "neg.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    ones = np.ones((1, 8), np.float32)
+    with ExitStack() as stack:
+        outputs = Outputs(open_onnx(path), "onnxruntime", stack)
+        assert outputs.of({"x": ones})["y"].shape == (1, 8)
+        assert outputs.of({"x": ones.reshape(8, 1)})["y"].shape == (8, 1)
+        assert outputs.of({"x": ones.view(np.int32)})["y"][0, 0] == -float(0x3F800000)
+        assert outputs.of({"x": ones.copy()}) is outputs.of({"x": ones})
 
 
 def test_wrong_kind(source: Artifact) -> None:

@@ -65,6 +65,36 @@ def test_the_command(cli: Any, minilm: Artifact, minilm_data: Path) -> None:
     assert body["outputs"]["embedding"]["max_abs"] < 1e-5
 
 
+FACTORY = """
+import torch
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+"""
+
+
+def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
+    """Fails if --input or --weights doesn't reach a factory, as the reference or as the candidate, or if a net with
+    other weights than the file's passes for the same."""
+    import torch
+    from safetensors.torch import save_file
+
+    factory = f"{tmp_path / 'net.py'}:make"
+    (tmp_path / "net.py").write_text(FACTORY)
+    save_file({"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}, str(tmp_path / "w.safetensors"))
+    said = ["--input", "x:float32[batch,3]", "--weights", tmp_path / "w.safetensors"]
+    ran = cli("export", factory, *said, "-o", tmp_path / "net.onnx", "-q")
+    assert ran.code == 0, ran.stderr
+    for pair in ((factory, tmp_path / "net.onnx"), (tmp_path / "net.onnx", factory)):
+        ran = cli("verify", *pair, *said, "-q")
+        assert ran.code == 0, ran.stderr
+        assert cli("verify", *pair, *said[:2], "-q").code == 1
+    ran = cli("verify", tmp_path / "net.onnx", tmp_path / "net.onnx", *said[2:], "-q")
+    assert ran.code == 2
+    assert "leave out --weights" in ran.stderr
+
+
 def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> None:
     """Fails if a changed weight passes, or fails without saying which output is off by how much."""
     model = onnx.load(str(digits.path))

@@ -101,6 +101,50 @@ def saved_models() -> None:
     tf.saved_model.save(TwoSignatures(), "no_signatures", signatures={})
 
 
+class InTraining(tf.Module):
+    """A Keras model whose signature was traced as it is called in training."""
+
+    def __init__(self, layer: keras.Layer) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(0)
+        x = keras.Input((6,), name="x")
+        hidden = layer(keras.layers.Dense(4, activation="relu")(x))
+        self.model = keras.Model(x, keras.layers.Dense(2, name="logits")(hidden))
+        state = [layer.seed_generator.state] if hasattr(layer, "seed_generator") else []
+        self.weights = [v.value for v in (*self.model.variables, *state)]
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6], tf.float32, name="x")])
+    def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"logits": self.model(x, training=True)}
+
+
+class Sampler(tf.Module):
+    """Whole numbers that are drawn anew at every call, by an op that isn't called random."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name="x")])
+    def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        drawn = tf.random.uniform_candidate_sampler(tf.zeros([1, 1], tf.int64), 1, 4, False, 1000)
+        return {"twice": x * 2, "drawn": drawn.sampled_candidates}
+
+
+class Noise(tf.Module):
+    @tf.function(input_signature=[tf.TensorSpec([2, 64], tf.float32, name="x")])
+    def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"place": tf.argmax(x * 1e-3 + tf.random.uniform([2, 64]), 1, tf.int32)}
+
+
+def models_in_training() -> None:
+    dropout, norm = InTraining(keras.layers.Dropout(0.5)), InTraining(keras.layers.BatchNormalization())
+    tf.saved_model.save(dropout, "dropout", signatures=dropout.run)
+    tf.saved_model.save(norm, "norm", signatures=norm.run)
+    feeds = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    np.savez("dropout.npz", x=feeds, logits=dropout.model(feeds, training=False))
+    sampler, noise = Sampler(), Noise()
+    tf.saved_model.save(sampler, "sampler", signatures=sampler.run)
+    converter = tf.lite.TFLiteConverter.from_concrete_functions([noise.run.get_concrete_function()], noise)
+    Path("noise.tflite").write_bytes(converter.convert())
+
+
 def tflite_models() -> None:
     def convert(source: str, data: np.ndarray | None = None) -> bytes:
         converter = tf.lite.TFLiteConverter.from_saved_model(source)
@@ -133,4 +177,5 @@ if __name__ == "__main__":
     keras_models()
     graphs()
     saved_models()
+    models_in_training()
     tflite_models()

@@ -136,24 +136,6 @@ def test_the_opset_asked_for(tensorflow_models: Path, tmp_path: Path, opset: int
     assert made.properties["opset"] == opset
 
 
-@pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
-def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a graph with dropout is exported as it is, is refused without the op's name, or if it is stripped to
-    something else than the same net without dropout."""
-    words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
-    ran = cli(*words, "-q")
-    assert ran.code == 2
-    assert "RandomUniform" in ran.stderr
-    assert "--strip-training-ops" in ran.stderr
-    assert not (tmp_path / "m.onnx").exists()
-    assert cli(*words, "-q", "--strip-training-ops").code == 0
-    model = onnx.load(str(tmp_path / "m.onnx"))
-    assert not {node.op_type for node in model.graph.node} & {"RandomUniform", "RandomUniformLike", "Mul", "Div"}
-    wanted = arrays(tensorflow_models / f"{name}.npz")  # what TensorFlow computed where there is no dropout
-    with accel.load(tmp_path / "m.onnx") as session:
-        np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
-
-
 ENDS = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 BAD = {
     "noise.pb": (BadSource, "random_normal", {**ENDS, "graph_outputs": ["noise"], "strip_training_ops": True}),

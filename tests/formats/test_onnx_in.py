@@ -13,9 +13,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 import accel
 from accel.artifact import Artifact
+from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
 from accel.converters.preprocess import PreprocessConfig
-from accel.errors import AccelError, BadInputSpec, GateFailed
+from accel.errors import AccelError, BadInputSpec, GateFailed, StageFailed
+from accel.optimizer.recipes import Request, recipes
 from accel.signature import TensorSpec
+from accel.sources.onnx_file import describe
+from accel.stage import run_stage
+from accel.target import TARGETS
+from accel.verify.gates import OutputGate
 from accel.verify.preprocess_gate import resize_bilinear
 
 VOICE = ["input:float32[batch,samples]", "state:float32[2,batch,128]", "sr:int64[]{16000..16000}"]
@@ -136,6 +142,46 @@ def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> Non
     assert onnx.load(str(made.path)).opset_import[0].version == opset
     assert made.properties["ir"] <= 13  # what ONNX Runtime reads
     assert accel.compare(digits.path, made.path).passed
+
+
+def relu(path: Path, *, ir: int, kind: str = "FLOAT", opset: int = 20) -> Artifact:
+    """A Relu between two casts, one of them by way of the dtype ``kind``, in a file that says ``ir``."""
+    there = helper.make_node("Cast", ["x"], ["a"], to=TensorProto.DataType.Value(kind))
+    back = helper.make_node("Cast", ["a"], ["b"], to=TensorProto.FLOAT)
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 4]) for n in "xy")
+    graph = helper.make_graph([there, back, helper.make_node("Relu", ["b"], ["y"])], "g", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir), path)
+    signature, properties = describe(path)
+    return Artifact(path, "onnx", signature, properties=properties)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("ir", [12, 13])
+def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: int) -> None:
+    """Fails if a file that only says a newer IR than the target reads is given to it as it is."""
+    source = relu(tmp_path / "new.onnx", ir=ir)
+    found = TARGETS[target]
+    request = Request(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1)
+    made, _ = recipes(source, request)
+    assert made
+    for recipe in made:
+        name, config, limit = recipe.stages[0]
+        brought = run_stage(name, source, config, gates=[OutputGate(limit=limit)], out=tmp_path / "m.onnx")
+        assert brought.properties["ir"] == found.max_ir == onnx.load(brought.path).ir_version
+        assert brought.history[0]["notes"]["repaired"] == [
+            f"it said IR {ir}, which is not needed and not read everywhere"
+        ]
+    known = relu(tmp_path / "old.onnx", ir=10)
+    assert all(recipe.stages[0][0] != "onnx_from_onnx" for recipe in recipes(known, request)[0])
+
+
+def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
+    """Fails if an opset or a dtype that came with IR 13 is written into a file that says 11, where nothing reads it."""
+    for opset, kind, why in ((25, "FLOAT", "opset 25"), (23, "INT2", "the dtype INT2")):
+        source = relu(tmp_path / "new.onnx", ir=13, kind=kind, opset=25)
+        with pytest.raises(StageFailed, match=f"needs IR 13 for {why}, where it goes only IR 11 is read"):
+            run_stage("onnx_from_onnx", source, OnnxFromOnnxConfig(opset=opset, max_ir=11), out=tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""accel doctor: what is there, what isn't, and the line that brings it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from accel.api.doctor import doctor
+from accel.converters.saved_model_from_onnx import ONNX2TF
+from accel.target import TARGETS
+
+ROOT = Path(__file__).parents[2]
+# An extra of others, and what the tests of accel itself need.
+NOT_PARTS = {"all-cpu", "dev"}
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def parts() -> dict[str, dict[str, Any]]:
+    found = doctor()["parts"]
+    assert len({row["name"] for row in found}) == len(found)
+    return {plain(row["name"]): row for row in found}
+
+
+def test_every_dependency_of_every_extra_has_its_row() -> None:
+    """Fails if an extra of pyproject.toml, or one of its dependencies on this machine, is not in the list, is listed
+    under an extra that doesn't bring it, or if onnx2tf or one of its companions isn't there."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    rows = parts()
+    named = {}
+    for extra in extras.keys() - NOT_PARTS:
+        wanted = [Requirement(line) for line in extras[extra]]
+        names = [plain(r.name) for r in wanted if r.marker is None or r.marker.evaluate()]
+        missing = [name for name in names if name not in rows]
+        assert not missing, f"accel doctor doesn't know {missing} of [{extra}]"
+        named[extra] = names
+    for extra, names in named.items():
+        assert any(row["extra"] == extra for row in rows.values()), extra
+        assert all(rows[name]["extra"] in named for name in names)
+    for name, row in rows.items():
+        assert row["brings"]
+        if row["extra"] is not None:
+            assert name in named[row["extra"]]
+    assert {plain(word.partition("==")[0]) for word in ONNX2TF.split() if "==" in word} <= rows.keys()
+
+
+def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a part that isn't there, or one whose files are gone though pip has it, comes without its install line,
+    or if one that works comes with one."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
+    found = parts()
+    assert found["onnx"]["installed"] is True
+    assert found["onnx"]["install"] is None
+    for row in found.values():
+        assert (row["install"] is None) == row["installed"]
+        if row["extra"] and row["version"] is None:
+            assert f"accel-toolchain[{row['extra']}]" in row["install"]
+    dist = tmp_path / "ray-2.50.0.dist-info"
+    dist.mkdir()
+    (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.50.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ray = parts()["ray"]
+    assert (ray["version"], ray["installed"]) == ("2.50.0", False)
+    assert ray["install"] == "pip install --force-reinstall --no-deps ray==2.50.0"
+
+
+def test_the_command(cli: Any) -> None:
+    """Fails if --json is anything but one object with the parts, every target and the machine, or if the table leaves
+    a part out."""
+    ran = cli("doctor", "--json")
+    assert ran.code == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) == 1
+    body = json.loads(ran.stdout)
+    assert body.keys() >= {"python", "parts", "targets", "machine", "cache"}
+    assert [row["name"] for row in body["targets"]] == list(TARGETS)
+    assert next(row for row in body["targets"] if row["name"] == "ort-cpu")["runs"] is True
+    assert body["machine"]["cores"] >= 1
+    shown = cli("doctor")
+    assert shown.code == 0, shown.stderr
+    assert body["python"] in shown.stdout
+    for row in (*body["parts"], *body["targets"]):
+        assert f" {row['name']} " in shown.stdout
+
+
+def test_the_line_of_onnx2tf_is_its_file() -> None:
+    """Fails if what accel tells users to install isn't what the suite installs, version by version: a wheel hasn't got
+    the file, so the line is in the code as well."""
+    lines = (ROOT / "onnx2tf.txt").read_text(encoding="utf-8").splitlines()
+    pins = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
+    words = ONNX2TF.split()
+    assert words[:3] == ["pip", "install", "--no-deps"]
+    assert set(words[3:]) == pins
+    assert all("==" in pin for pin in pins)

@@ -1,0 +1,79 @@
+"""A frozen graph, a signature, a net with dropout: named to optimize, bench and verify as they are to export."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from accel.errors import BadSource, UsageError
+
+ENDS = ["--inputs", "x:0", "--outputs", "logits:0"]
+NAMED = {"graph_inputs": ["x:0"], "graph_outputs": ["logits:0"]}
+
+
+@pytest.fixture(scope="module")
+def frozen_onnx(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("frozen") / "frozen.onnx"
+    accel.export(tensorflow_models / "frozen.pb", out=out, **NAMED)
+    return out
+
+
+def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if a frozen graph can't be optimized by the words it is exported with, or if the command that the report
+    gives to do it again lacks them."""
+    words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session"]
+    ran = cli("optimize", tensorflow_models / "frozen.pb", *ENDS, *words, "-o", tmp_path / "out", "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    again = shlex.split(json.loads(ran.stdout)["command"])
+    assert again[again.index("--inputs") + 1] == "x:0"
+    assert again[again.index("--outputs") + 1] == "logits:0"
+    with np.load(tensorflow_models / "frozen.pb.npz") as wanted, accel.load(tmp_path / "out") as session:
+        np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
+
+
+def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_onnx: Path) -> None:
+    """Fails if a frozen graph can't be the baseline, or the ONNX file beside it is asked for the graph's tensors."""
+    words = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "--json", "-q"]
+    ran = cli("bench", frozen_onnx, "--against", tensorflow_models / "frozen.pb", *ENDS, *words)
+    assert ran.code == 0, ran.stderr
+    rows = json.loads(ran.stdout)["results"]
+    assert [(row["runtime"], row["error"]) for row in rows] == [("tensorflow", None), ("onnxruntime", None)], rows
+
+
+def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
+    """Fails if a frozen graph, a signature or a net with dropout can't be compared, on either side, with what was
+    exported of it, or if one signature passes for the other."""
+    frozen = tensorflow_models / "frozen.pb"
+    for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
+        ran = cli("verify", *pair, *ENDS, "-q")
+        assert ran.code == 0, ran.stderr
+    two = tensorflow_models / "two_signatures"
+    square = accel.export(two, signature="square", out=tmp_path / "square.onnx")
+    assert accel.compare(two, square, tensorflow={"signature": "square"}).passed
+    assert not accel.compare(two, square, tensorflow={"signature": "double"}).passed
+    stripped = accel.export(tensorflow_models / "dropout", strip_training_ops=True, out=tmp_path / "d.onnx")
+    assert accel.compare(stripped, tensorflow_models / "dropout", tensorflow={"strip_training_ops": True}).passed
+    with pytest.raises(BadSource, match="pass --strip-training-ops"):
+        accel.compare(stripped, tensorflow_models / "dropout")
+
+
+@pytest.mark.parametrize("command", ["verify", "bench", "optimize", "export"])
+def test_nothing_is_named_in_vain(cli: Any, frozen_onnx: Path, tmp_path: Path, command: str) -> None:
+    """Fails if a name is passed over in silence where no model here has such a thing."""
+    words: list[Any] = {
+        "verify": [frozen_onnx, frozen_onnx],
+        "bench": [frozen_onnx],
+        "optimize": [frozen_onnx, "-o", tmp_path / "out"],
+        "export": [frozen_onnx, "--opset", "17", "-o", tmp_path / "m.onnx"],
+    }[command]
+    for option in (["--signature", "square"], ["--inputs", "x:0"], ["--strip-training-ops"]):
+        ran = cli(command, *words, *option, "-q")
+        assert ran.code == UsageError.exit_code
+        assert option[0] in ran.stderr
+        assert "leave" in ran.stderr

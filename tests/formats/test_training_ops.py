@@ -1,0 +1,112 @@
+"""What TensorFlow models hold that belongs to training: dropout, random numbers, variables that are set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import accel
+from accel.errors import BadSource, UsageError
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+ENDS = {"graph_inputs": ["x"], "graph_outputs": ["noise"]}
+FACTORY = """
+import tensorflow as tf
+
+class Net(tf.Module):
+    def __init__(self):
+        self.scale = tf.Variable([1.0, 2.0, 3.0])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name="x")])
+    def __call__(self, x):
+        return {"y": tf.nn.dropout(x, 0.5) * self.scale}
+
+NET = Net()
+
+def make():
+    return NET.__call__
+"""
+
+
+@pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
+def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
+    """Fails if a graph with dropout is exported as it is, is refused without the op's name, or if it is stripped to
+    something else than the same net without dropout."""
+    words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
+    ran = cli(*words, "-q")
+    assert ran.code == 2
+    assert "RandomUniform" in ran.stderr
+    assert "--strip-training-ops" in ran.stderr
+    assert not (tmp_path / "m.onnx").exists()
+    assert cli(*words, "-q", "--strip-training-ops").code == 0
+    model = onnx.load(str(tmp_path / "m.onnx"))
+    assert not {node.op_type for node in model.graph.node} & {"RandomUniform", "RandomUniformLike", "Mul", "Div"}
+    wanted = arrays(tensorflow_models / f"{name}.npz")  # what TensorFlow computed where there is no dropout
+    with accel.load(tmp_path / "m.onnx") as session:
+        np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
+
+
+def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if --strip-training-ops, which the refusal asks for, does nothing to a SavedModel or to what a function
+    returns, so that it is refused once more, or if what is left isn't the net as it computes at inference."""
+    code = tmp_path / "net.py"
+    code.write_text(FACTORY)
+    x = np.float32([[1, 2, 3], [-4, 5, 6]])
+    wanted = arrays(tensorflow_models / "dropout.npz")
+    for source, feeds, name, value in (
+        (tensorflow_models / "dropout", wanted["x"], "logits", wanted["logits"]),
+        (f"{code}:make", x, "y", x * [1, 2, 3]),
+    ):
+        words = ["export", source, "-o", tmp_path / "m.onnx", "-q"]
+        ran = cli(*words)
+        assert ran.code == 2
+        assert "pass --strip-training-ops" in ran.stderr
+        ran = cli(*words, "--strip-training-ops")
+        assert ran.code == 0, ran.stderr
+        with accel.load(tmp_path / "m.onnx") as session:
+            np.testing.assert_allclose(session.run({"x": feeds})[name], value, atol=1e-6)
+
+
+def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
+    """Fails if a SavedModel that still holds its dropout can't be looked at, or nothing says that it was left out."""
+    graph = accel.inspect(tensorflow_models / "dropout").graph
+    assert any("StatelessRandomUniformV2" in warning for warning in graph["warnings"])
+    assert graph["parameters"] == 6 * 4 + 4 + 4 * 2 + 2
+
+
+@pytest.mark.parametrize(("name", "output"), [("sampler", "drawn"), ("noise.tflite", "place")])
+def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, name: str, output: str) -> None:
+    """Fails if a model whose random numbers show in an integer output alone is taken, where no op is known by its name
+    (TFLite is told by its runs alone), or if a TFLite file is told to use an option that doesn't reach it."""
+    with pytest.raises(BadSource, match=f"the output '{output}' of .* differs from run to run") as caught:
+        accel.export(tensorflow_models / name, out=tmp_path / "m.onnx")
+    assert ("--strip-training-ops" in str(caught.value)) == (name == "sampler")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words", "options"),
+    [
+        ("norm", BadSource, "saved for training", {}),
+        ("norm", BadSource, "saved for training", {"strip_training_ops": True}),
+        ("noise.tflite", UsageError, "export the SavedModel or Keras file", {"strip_training_ops": True}),
+        ("noise.pb", BadSource, "no dropout that", {"strip_training_ops": True, **ENDS}),
+    ],
+)
+def test_what_is_left_is_refused_once(
+    tensorflow_models: Path, tmp_path: Path, name: str, kind: type[Exception], words: str, options: dict[str, Any]
+) -> None:
+    """Fails if a model that sets its batch statistics at every call is exported with those of the batch, or if who has
+    passed --strip-training-ops in vain is told to pass it."""
+    with pytest.raises(kind, match=words) as caught:
+        accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)
+    assert "pass --strip-training-ops" not in str(caught.value)
+    assert not (tmp_path / "m.onnx").exists()
