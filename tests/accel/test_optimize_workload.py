@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
-from accel.artifact import Artifact
-from accel.bench.blocks import Candidate
+from accel.artifact import Artifact, Manifest
+from accel.bench.blocks import BlockRunner, Candidate
+from accel.bench.environment import available_cores
+from accel.bench.paired import measure
 from accel.errors import AccelError, BadData, BadInputSpec, UnknownName, UsageError
 from accel.optimizer.workload import PassCandidate, PassSession, _few, read_lengths, workload
-from accel.runtimes.base import SessionOptions, open_session
+from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources import open_source
 from accel.verify.data import Dataset
@@ -91,7 +94,7 @@ def test_what_is_recorded_is_what_is_loaded(
     text_model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if session options that were found fastest are lost on the way to accel.load or accel bench, or if a
-    number of threads that is asked for there doesn't count."""
+    number of threads or streams that is asked for there doesn't count."""
 
     def scripted(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
         for row in (source, *rows):
@@ -115,11 +118,66 @@ def test_what_is_recorded_is_what_is_loaded(
         raise AccelError("enough")
 
     monkeypatch.setattr("accel.bench.paired.Lane", lane)
-    for threads in (None, 1):
+    for asked in ({}, {"threads": 1}, {"streams": 3}):
         with pytest.raises(AccelError, match="enough"):
-            accel.benchmark([tmp_path / "out"], threads=threads)
-    assert seen[0] == options
-    assert seen[1] == {"threads": 1}
+            accel.benchmark([tmp_path / "out"], **asked)
+    assert seen[0] == {"streams": 1, **options}
+    assert seen[1] == {"threads": 1, "streams": 1, "spinning": False}
+    assert seen[2] == {"threads": available_cores(), "streams": 3, "spinning": False}
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_streams_are_one_session_wherever_it_runs(
+    text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if accel bench times an artifact that was chosen with two streams in another state than accel optimize
+    chose it in and accel serve runs it in: one session with two streams and as many runs under way, neither one run at
+    a time nor two sessions; or if its streams stay where one thread is asked for."""
+    feeds = text_model.signature.example_inputs(batch=2, length=8)
+    path = text_model.path
+    words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
+    if runtime == "openvino":
+        path = accel.export(path, to="openvino", out=tmp_path / "ir", **words).path
+    artifact = open_source(path, **words) if runtime == "onnxruntime" else open_source(path)
+    recorded = {"runtime": runtime, "options": {"threads": 2, "streams": 2}}
+    manifest = Manifest(kind=artifact.kind, signature=artifact.signature, files={}, session=recorded)
+    chosen = replace(artifact, manifest=manifest)
+    lanes: list[Candidate] = []
+
+    def lane(candidate: Candidate, *_: Any) -> None:
+        lanes.append(candidate)
+        raise AccelError("enough")
+
+    monkeypatch.setattr("accel.bench.paired.Lane", lane)
+    for asked in ({}, {"streams": 2}, {"threads": 1}):
+        with pytest.raises(AccelError, match="enough"):
+            measure([Candidate("m", chosen)], feeds, **asked)
+    opened: list[BaseSession] = []
+    together = threading.Barrier(2, timeout=60)
+
+    def watched(*given: Any) -> BaseSession:
+        session = open_session(*given)
+        opened.append(session)
+        run = session.run
+
+        def both(feeds: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                together.wait()  # breaks, and with it the test, where the other run isn't under way
+            return run(feeds)
+
+        monkeypatch.setattr(session, "run", both)
+        return session
+
+    monkeypatch.setattr("accel.bench.blocks.open_session", watched)
+    for candidate, streams in zip(lanes, (2, 2, 1), strict=True):
+        opened.clear()
+        runner = BlockRunner(candidate)
+        runner.open()
+        runner.first_run([feeds])
+        runner._timed([feeds] * 2)
+        assert [session.streams for session in opened] == [streams]
+        opened[0].close()
+    assert [c.options["threads"] for c in lanes] == [2, available_cores(), 1]
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
