@@ -44,7 +44,7 @@ def bench(
     block_seconds: float = 0.2,
     budget_seconds: float = 30.0,
     threads: int | None = None,
-    streams: int = 1,
+    streams: int | None = None,
     cuda_graph: bool = False,
     seed: int = 0,
     inputs: Inputs | None = None,
@@ -57,8 +57,9 @@ def bench(
     A candidate is an artifact, the folder it is in, an ONNX file from anywhere or a source; each runs on the
     runtime it was chosen with. ``also``: runtimes that PyTorch sources are run with besides eager (``torch-compile``).
     ``sizes``: of the dynamic dims (default: the most usual ones of ``against``). ``data``: .npz whose first batches are
-    the inputs instead of random ones. ``threads``: the same for all; default: what each was found fastest
-    with, or every core this process may use. ``streams``: runs of a candidate at once; then throughputs are compared.
+    the inputs instead of random ones. ``threads``, ``streams`` (runs of a candidate under way at once): the
+    same for all; without either what each was found fastest with, or every core this process may use and one stream.
+    Where a candidate has several streams throughputs are compared.
     ``cuda_graph``: launch the kernels of engines as CUDA graphs.
     ``inputs``, ``weights``, ``dims``: of the sources, as in ``accel.export``. ``tensorflow``: of TensorFlow's, by
     their names there: ``graph_inputs``, ``graph_outputs``, ``signature``, ``strip_training_ops``; each goes to the

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.api.verify import LIMITS as OUTPUT_LIMITS
 from accel.artifact import Artifact
 from accel.errors import BadData, UnsupportedHere, UsageError
 from accel.sources import open_source
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 # The largest relative error (rel_l2) of a tensor inside the candidate that still counts as the same. Both sides run
 # node by node without fusions: float32 against float32 leaves next to nothing.
-LIMITS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int8": 2.5e-1}
+LIMITS = {**OUTPUT_LIMITS, "fp32": 1e-4}
 
 _BATCH = 8
 

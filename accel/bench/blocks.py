@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
@@ -35,8 +35,9 @@ class Candidate:
 
     ``runtime`` and ``options`` (fields of ``SessionOptions``): as in ``open_session``; what isn't given is taken from
     the artifact's manifest. ``opener``: the import string of what makes the session from this candidate, for what accel
-    has no runtime for; the artifact then only says what goes in and out. ``streams``: so many sessions of it run at
-    once, in threads of one process, each with its share of the threads.
+    has no runtime for; the artifact then only says what goes in and out. ``streams``: so many runs of it are under way
+    at once; 0 is as many as its options say. One session takes them all where it can (as in ``run_many`` and under
+    ``accel serve``), else so many sessions do, each with its share of the threads.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Candidate:
     runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     opener: str = "accel.bench.blocks:open_candidate"
-    streams: int = 1
+    streams: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,26 +94,32 @@ class BlockRunner:
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._sessions: list[Session] = []
+        self._sessions: list[Session] = []  # one for each run that is under way, maybe the same one
         self._feeds: list[dict[str, np.ndarray]] = []
-        self._pool = ThreadPoolExecutor(max_workers=candidate.streams)
+        self._streams: int = candidate.streams or candidate.options.get("streams", 1)
+        self._pool = ThreadPoolExecutor(max_workers=self._streams)
         self._energy = EnergyCounter.find()
 
     def open(self) -> Opened:
         """Open its sessions. Raises what opening them raises."""
         candidate, runtime = self._candidate, self._candidate.runtime or ""
+        concurrent = False
         if candidate.opener == Candidate.opener:
             found = get_runtime(runtime) if runtime else default_runtime(candidate.artifact)
             runtime = found.name
             if not found.installed:
                 raise MissingExtra(found.module, found.extra or "all-cpu")
             # Importing torch takes seconds and says nothing about the model.
-            importlib.import_module(found.session.partition(":")[0])
+            module, _, name = found.session.partition(":")
+            concurrent = getattr(importlib.import_module(module), name).concurrent
+        if self._streams > 1 and not concurrent:
+            share = {"threads": max(1, candidate.options.get("threads", 0) // self._streams), "streams": 1}
+            candidate = replace(candidate, options={**candidate.options, **share})
         opener = resolve(candidate.opener)
         start = time.perf_counter_ns()
-        self._sessions.append(opener(candidate))
+        session: Session = opener(candidate)
         load_ms = (time.perf_counter_ns() - start) / 1e6
-        self._sessions += [opener(candidate) for _ in range(candidate.streams - 1)]
+        self._sessions = [session, *(session if concurrent else opener(candidate) for _ in range(self._streams - 1))]
         return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
@@ -170,7 +177,7 @@ class BlockRunner:
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
     def _timed(self, work: Sequence[Feeds]) -> list[int]:
-        """Nanoseconds of each run of ``work``; with several sessions each takes the next one that is left."""
+        """Nanoseconds of each run of ``work``; of several streams each takes the next one that is left."""
         if len(self._sessions) == 1:
             return run_all(self._opened, iter(work))
         left = iter(work)  # next() of a list's iterator is atomic

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from accel.artifact import beside
 from accel.errors import MissingExtra, UsageError
+from accel.runtimes.base import SessionOptions
 
 ENDINGS = (".json", ".md", ".html")
 
@@ -66,6 +68,7 @@ def cells(point: Body) -> list[list[str]]:
     rows = point["results"]
     columns = {
         "candidate": [row["name"] for row in rows],
+        "session": sessions(point),
         "median ms": [number(row["median_ms"]) for row in rows],
         "p99 ms": [number(row["p99_ms"]) for row in rows],
         "samples/s": [number(row["samples_per_second"]) for row in rows],
@@ -101,12 +104,38 @@ def number(value: float | None) -> str:
 
 
 def shape_of(point: Body) -> str:
+    """The sizes of the dims, and the session options where all candidates have the same."""
     sizes = ", ".join(f"{dim} {size}" for dim, size in point["sizes"].items()) or "its fixed shape"
-    return f"{sizes}, {point['streams']} streams" if point["streams"] > 1 else sizes
+    found = {session_of(row) for row in point["results"]}
+    return ", ".join([sizes, *(found if len(found) == 1 and all(found) else ())])
+
+
+def sessions(point: Body) -> list[str]:
+    """The session options of each row in words; nothing where all have the same, see ``shape_of``."""
+    found = [session_of(row) for row in point["results"]]
+    return found if len(set(found)) > 1 else [""] * len(found)
+
+
+def session_of(row: Body) -> str:
+    """``2 threads, no spinning``: its threads, and of the other options those that aren't the default."""
+    usual = {option.name: option.default for option in fields(SessionOptions)} | {"threads": None}
+    given = (row.get("options") or {}).items()
+    return ", ".join(_in_words(name, value) for name, value in given if value != usual.get(name))
+
+
+def _in_words(name: str, value: Any) -> str:
+    text = name.replace("_", " ")
+    if name in ("threads", "streams"):
+        return f"{value} {text.removesuffix('s') if value == 1 else text}"
+    if isinstance(value, bool):
+        return text if value else f"no {text}"
+    return f"{text} {value}"
 
 
 def noise_of(point: Body) -> str:
-    return f"Noise floor {point['noise_floor']:.1%}, from {point['baseline']} against itself."
+    """Where the noise floor comes from, and what was compared."""
+    text = f"Measured noise floor {point['noise_floor']:.1%}, from {point['baseline']} against itself."
+    return f"{text} With several streams speedups are those of the throughput." if point["streams"] > 1 else text
 
 
 def machine_lines(point: Body) -> list[str]:
@@ -115,7 +144,7 @@ def machine_lines(point: Body) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
     return [
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['memory_gb']} GB{gpus}; {machine['system']}",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB{gpus}; {machine['system']}",
         f"{versions}; energy: {machine['energy']}",
         f"{machine['date']}, load average {machine['load_average']}, seed {point['seed']}",
     ]

@@ -39,15 +39,16 @@ _PATIENCE_SECONDS = 120.0
 class Lane:
     """A candidate in its own process, and what has been found about it so far. Paused unless inside ``awake``."""
 
-    def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str]) -> None:
+    def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str], throughput: bool) -> None:
         self.name = name
         self.candidate = candidate
+        self.throughput = throughput
         self.child = Child("accel.bench.blocks:BlockRunner", {"candidate": candidate}, env=env)
         self.opened: Opened | None = None
         self.pass_seconds = 0.0
         self.feeds = 1
         self.rounds: list[Block] = []
-        self.found: dict[str, Any] = {}  # fields of its row
+        self.found: dict[str, Any] = {"options": dict(candidate.options)}  # fields of its row
         self.error: str | None = None
 
     def start(self, feeds: Sequence[Feeds]) -> FirstRun:
@@ -84,11 +85,11 @@ class Lane:
         return [block.times for block in self.rounds]
 
     def values(self) -> np.ndarray:
-        """float64[rounds], ms, smaller is better: the median run of each round, or with streams the time of the whole
-        round for each run in it, which is what the throughput is made of."""
+        """float64[rounds], ms, smaller is better: the median run of each round, or where throughputs are compared the
+        time of the whole round for each run in it."""
         import numpy as np
 
-        if self.candidate.streams == 1:
+        if not self.throughput:
             return round_medians(self.times)
         return np.array([block.ms_a_run for block in self.rounds])
 
@@ -114,7 +115,7 @@ def measure(
     block_seconds: float = 0.2,
     seed: int = 0,
     threads: int | None = None,
-    streams: int = 1,
+    streams: int | None = None,
     budget_seconds: float = 0.0,
     target_width: float = 0.05,
 ) -> BenchReport:
@@ -127,31 +128,22 @@ def measure(
     In each of ``rounds`` rounds (at least 5) every candidate runs a block of about ``block_seconds`` (at least three
     runs), warmed up first. The baseline runs in two processes: both together are what the others are compared with,
     and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
-    ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``threads``: for each
-    candidate whose options don't say; default: what is recorded with it, else all cores this process may use.
-    ``streams``: so many sessions of each candidate run at once, each with its share of the threads; what is compared
-    then is the throughput.
+    ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one.
+
+    ``threads`` and ``streams`` (runs that are under way at once): for each candidate whose options don't say. Without
+    either both are what is recorded with it, else all cores this process may use and 1; where one is given, so is the
+    other for all. What is compared is the throughput as soon as one candidate has several streams.
 
     Raises what loading or running the baseline raises: without it there is nothing to compare with. ``UsageError`` for
     names that are not unique or too few rounds.
     """
     sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
     index = _check(candidates, sets, baseline, rounds, block_seconds, budget_seconds)
-    if streams < 1:
+    if streams is not None and streams < 1:
         raise UsageError(f"{streams} streams can't run anything; use 1 or more")
-    # The same number for all where one was asked for, else the one that an artifact was found fastest with.
-    own = [{} if threads else recorded_options(c.artifact) for c in candidates]
-    if streams > 1:
-        own = [{"streams": 1}] * len(candidates)  # the sessions are the streams
-    threads = threads or available_cores()
-    share = max(1, threads // streams)
-    ready = [
-        replace(c, options={"threads": share, **o, **c.options}, streams=streams)
-        for c, o in zip(candidates, own, strict=True)
-    ]
-    machine = environment(threads)
-    # OpenMP for what no session option reaches; no pool of compiler processes, which pausing would not reach.
-    env = {"OMP_NUM_THREADS": str(share), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    ready = [_resolved(c, threads, streams) for c in candidates]
+    most = max(c.streams for c in ready)
+    machine = environment(threads or available_cores())
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
@@ -162,7 +154,7 @@ def measure(
         reference: FirstRun | None = None
         for step, (candidate, name) in enumerate(queue):
             report(f"bench: loading {name}", step / len(queue))
-            lane = Lane(candidate, name, env)
+            lane = Lane(candidate, name, _variables(candidate), most > 1)
             stack.enter_context(lane.child)
             lanes.append(lane)
             if reference is None:
@@ -181,8 +173,24 @@ def measure(
                 lane.look_inside()
     by_name = {lane.name: lane for lane in lanes[:-1]}
     return _report(
-        [by_name[c.name] for c in candidates], lanes[0], twin, reference, machine, seed, block_seconds, order
+        [by_name[c.name] for c in candidates], lanes[0], twin, reference, machine, seed, block_seconds, order, most
     )
+
+
+def _resolved(candidate: Candidate, threads: int | None, streams: int | None) -> Candidate:
+    """With all options that its session is opened with, and its number of streams."""
+    options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
+    if threads or streams:
+        # Recorded streams belong to the recorded threads: neither means anything beside another number of the other.
+        options |= {"threads": threads or available_cores(), "streams": streams or 1}
+    options |= candidate.options
+    return replace(candidate, options=options, streams=candidate.streams or options["streams"])
+
+
+def _variables(candidate: Candidate) -> dict[str, str]:
+    """OpenMP for what no session option reaches; no pool of compiler processes, which pausing would not reach."""
+    share = (candidate.options["threads"] or available_cores()) // candidate.streams
+    return {"OMP_NUM_THREADS": str(max(1, share)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def _check(
@@ -283,6 +291,7 @@ def _report(
     seed: int,
     block_seconds: float,
     order: Sequence[tuple[str, ...]],
+    streams: int,
 ) -> BenchReport:
     both = baseline_of(base.values(), twin.values(), seed=seed)
     rows = []
@@ -324,7 +333,7 @@ def _report(
         seed=seed,
         block_seconds=block_seconds,
         order=tuple(order),
-        streams=base.candidate.streams,
+        streams=streams,
         samples={lane.name: tuple(lane.times) for lane in (*lanes, twin)},
     )
 

@@ -26,11 +26,13 @@ class Row:
     after that. ``peak_rss_mb``: the most memory its process ever held, in MiB, the library's own included.
     ``samples_per_second``: the batch times the runs, over the time that the blocks took. ``joules_per_run``: of the CPU
     packages; None where the machine has no counter that can be read. ``phases_ms``: on a GPU what of a run is
-    ``host_to_device``, ``compute`` and ``device_to_host``, by CUDA events.
+    ``host_to_device``, ``compute`` and ``device_to_host``, by CUDA events. ``options``: of its session, the threads and
+    the streams (runs under way at once) it was timed with among them.
     """
 
     name: str
     runtime: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
     median_ms: float | None = None
     p90_ms: float | None = None
     p99_ms: float | None = None
@@ -57,7 +59,8 @@ class Row:
 class BenchReport:
     """``rows`` in the order the candidates were given. ``noise_floor``: the smallest effect that counts, as a fraction;
     ``twin``: the baseline against itself, where that comes from. ``order``: who was timed when, a list a round.
-    ``streams``: how many runs of a candidate went on at once; above 1 ``speedup`` is that of the throughput.
+    ``streams``: the most runs of a candidate that were under way at once (of each: its ``options``); above 1 the
+    ``speedup`` of every row is that of the throughput.
 
     ``samples``: nanoseconds of every run, by candidate an array a round; not part of the JSON.
     """
@@ -136,15 +139,17 @@ def table(report: BenchReport) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    at = page.shape_of(report.to_json())
-    threads = report.environment.get("threads")
+    point = report.to_json()
     made = Table(
-        title=f"{escape(at)}, {threads} threads, {report.environment.get('cpu', '')}",
-        caption=f"noise floor {report.noise_floor:.1%}, from {escape(report.baseline)} against itself",
+        title=escape(f"{page.shape_of(point)}, {report.environment.get('cpu', '')}"),
+        caption=escape(page.noise_of(point)),
         title_justify="left",
         caption_justify="left",
     )
     made.add_column("candidate", overflow="fold")
+    sessions = page.sessions(point)
+    if any(sessions):
+        made.add_column("session", overflow="fold")
     for column in ("median ms", "p90", "p99", "samples/s", "speed-up", "95% interval"):
         made.add_column(column, justify="right", no_wrap=True)
     made.add_column("verdict", overflow="fold")
@@ -153,7 +158,7 @@ def table(report: BenchReport) -> Table:
     measured = any(row.joules_per_run is not None for row in report.rows)
     if measured:
         made.add_column("J a run", justify="right")
-    for row in report.rows:
+    for row, session in zip(report.rows, sessions, strict=True):
         if row.error is not None:
             verdict = f"[red]{escape(row.error)}[/red]"
         elif row.verdict in _COLOURS:
@@ -162,6 +167,7 @@ def table(report: BenchReport) -> Table:
             verdict = row.verdict or ""
         made.add_row(
             escape(row.name),
+            *([escape(session)] if any(sessions) else []),
             *(page.number(v) for v in (row.median_ms, row.p90_ms, row.p99_ms, row.samples_per_second)),
             f"{row.speedup:.2f}x" if row.speedup is not None else "",
             f"{row.ci95[0]:.2f}..{row.ci95[1]:.2f}" if row.ci95 and row.verdict != "baseline" else "",

@@ -31,13 +31,15 @@ def read_numbers(_: click.Context, option: click.Parameter, text: str | None) ->
 @click.option("--batch", "batches", callback=read_numbers, metavar="N,...", help="Measure at each of these batches.")
 @click.option("--length", "lengths", callback=read_numbers, metavar="N,...", help="And at each of these lengths.")
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, instead of random inputs.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of every candidate. Default: all cores.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads of every candidate. Default: as recorded with it, or all cores.",
+)
 @click.option(
     "--streams",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Runs of a candidate at once, each with its share of the threads: throughputs are compared.",
+    help="Runs of every candidate under way at once: throughputs are compared. Default: as recorded with it, or 1.",
 )
 @click.option("--cuda-graph", is_flag=True, help="Launch the kernels of engines as CUDA graphs.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Blocks of each candidate.")
@@ -79,7 +81,7 @@ def command(
     lengths: tuple[int, ...],
     data: Path | None,
     threads: int | None,
-    streams: int,
+    streams: int | None,
     cuda_graph: bool,
     rounds: int,
     block_seconds: float,

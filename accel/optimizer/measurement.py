@@ -40,9 +40,10 @@ def measured(
 ) -> Mapping[str, Any]:
     """Time the source and the candidates beside one another; the figures of an identical run come from the cache.
 
-    Each row gets its ``measured``: the row of ``accel bench``, times in ms a request, with ``samples_per_second`` and
-    the ``percentiles_ms`` of ``PERCENTILES`` (of passes, where a pass has several requests: of one alone nothing is
-    known then). What fails is rejected with its reason. The machine, the shape and the noise floor are handed back.
+    Each row gets its ``measured``: the row of ``accel bench``, times in ms and energy in J a request, with
+    ``samples_per_second`` and the ``percentiles_ms`` of ``PERCENTILES`` (of passes, where a pass has several requests:
+    of one alone nothing is known then). What fails is rejected with its reason. The machine, the shape and the noise
+    floor are handed back.
     """
     from accel.bench.environment import environment as machine
     from accel.bench.paired import Candidate, measure
@@ -77,6 +78,7 @@ def measured(
             rounds=effort.rounds,
             block_seconds=effort.block_seconds,
             budget_seconds=effort.seconds,
+            threads=threads,
         )
         found = result.to_json() | {"percentiles": _percentiles(result)}
         cache.put_record("measurement", key, found)
@@ -107,8 +109,9 @@ def _a_request(
     """A row of the measurement, in which a run is a pass, by the request."""
     count = workload.requests
     body = dict(row) | {"runtime": runtime}
-    for name in ("median_ms", "mean_ms"):
+    for name in ("median_ms", "mean_ms", "joules_per_run"):
         body[name] = None if row[name] is None else row[name] / count
+    body["phases_ms"] = {name: ms / count for name, ms in row["phases_ms"].items()} if row["phases_ms"] else None
     body["round_medians_ms"] = [ms / count for ms in row["round_medians_ms"]]
     body["percentiles_ms"] = None if percentiles is None else [ms / count for ms in percentiles]
     if count > 1:

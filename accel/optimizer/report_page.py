@@ -12,6 +12,7 @@ from accel.converters.kernel_table import fusions
 from accel.errors import MissingExtra
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.measurement import PERCENTILES
+from accel.optimizer.mixed_precision import Trajectory
 
 PAGE = "report.html"
 
@@ -19,7 +20,7 @@ _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
 # A divergence below this is drawn as this: a logarithm has no 0.
 _LEAST_DROP = 1e-8
-_MOST_KERNELS = 2000
+_MOST_ROWS = 2000  # of kernels, layers or nodes
 
 
 def write_page(
@@ -60,7 +61,7 @@ def write_page(
             pareto=pareto(candidates, max_drop),
             distributions=distributions(candidates),
             stages=[(row.name, proof) for row in candidates if (proof := divergence(row.artifact))],
-            sensitivity=sensitivity(history),
+            sensitivity=sensitivity(candidates, history),
             kernels=_kernels(history),
             chain=_chain(artifact),
             files=dict(artifact.manifest.files) if artifact.manifest else {},
@@ -192,22 +193,42 @@ def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
     return found
 
 
-def sensitivity(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A table for each stage whose notes have a ``sensitivity``: numbers by name, or rows of named values."""
+def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each candidate whose layers were searched what each of them loses alone and what was tried; then the nodes
+    that the stages in ``history`` kept in float32, with the reason."""
     tables = []
+    for row in candidates:
+        if row.trajectory is not None and not row.base:  # with other session options it is the same search
+            tables += _searched(row.name, row.trajectory)
     for record in history:
-        found = record["notes"].get("sensitivity")
-        if isinstance(found, Mapping):
-            rows = [{"name": name, "value": value} for name, value in found.items()]
-        elif isinstance(found, list | tuple) and all(isinstance(row, Mapping) for row in found):
-            rows = [dict(row) for row in found]
-        else:
-            continue
-        if rows:
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            cells = [[_plain(row.get(name, "")) for name in columns] for row in rows]
-            tables.append({"stage": record["name"], "columns": columns, "rows": cells})
+        if kept := record["notes"].get("kept_fp32"):
+            columns = list(dict.fromkeys(name for node in kept for name in node))
+            rows = [[_plain(node.get(name, "")) for name in columns] for node in kept[:_MOST_ROWS]]
+            title = f"Kept in float32 ({record['name']})"
+            tables.append({"title": title, "text": f"{len(kept)} nodes.", "columns": columns, "rows": rows})
     return tables
+
+
+def _searched(name: str, found: Trajectory) -> list[dict[str, Any]]:
+    seen = "confirmed" if found.confirmed else "not confirmed"
+    text = f"{len(found.kept)} of {len(found.layers)} layers stay {found.base}, {seen} on samples not searched on."
+    precision = dict.fromkeys(found.kept, found.base)
+    layers = [[x.node, x.op, _plain(x.error), precision.get(x.node, "int8")] for x in found.layers[:_MOST_ROWS]]
+    tries = [[str(len(x.kept)), _plain(x.drop), "yes" if x.within else "no", x.judged_on] for x in found.tries]
+    return [
+        {
+            "title": f"Sensitivity ({name})",
+            "text": text,
+            "columns": ["layer", "operator", "error in int8 alone", "computed in"],
+            "rows": layers,
+        },
+        {
+            "title": f"What was tried ({name})",
+            "text": "",
+            "columns": [f"layers in {found.base}", "drop", "within the budget", "judged on"],
+            "rows": tries,
+        },
+    ]
 
 
 def _kernels(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -215,7 +236,7 @@ def _kernels(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not rows:
         return None
     counts = {name: len(found) for name, found in fusions(rows).items()}
-    return {"rows": rows[:_MOST_KERNELS], "count": len(rows), "counts": counts}
+    return {"rows": rows[:_MOST_ROWS], "count": len(rows), "counts": counts}
 
 
 def _chain(artifact: Artifact) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -61,6 +61,7 @@ class PassCandidate(Candidate):
     """A candidate of which one run is a whole pass of a workload."""
 
     opener: str = "accel.optimizer.workload:PassSession"
+    streams: int = 1  # passes at once: the streams of its session are inside one
     mix: tuple[Feeds, ...] = ()
     repeats: int = 1
 
@@ -82,6 +83,20 @@ class PassSession:
         """The outputs of each different request, under names of their own: all of them are compared."""
         outputs = self._session.run_many(self._requests)[: self._distinct]
         return {f"{name} of request {n}": value for n, found in enumerate(outputs) for name, value in found.items()}
+
+    @property
+    def phases(self) -> Callable[[Feeds], dict[str, float]] | None:
+        """As the session's own, of a whole pass; None where the session can't tell them apart."""
+        measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._session, "phases", None)
+        if measure is None:
+            return None
+        distinct, repeats = self._requests[: self._distinct], len(self._requests) // self._distinct
+
+        def of_a_pass(feeds: Feeds) -> dict[str, float]:  # noqa: ARG001 - its requests are known beforehand
+            found = [measure(request) for request in distinct]
+            return {name: repeats * sum(one[name] for one in found) for name in found[0]}
+
+        return of_a_pass
 
     def close(self) -> None:
         """Give back what the session holds."""

@@ -97,7 +97,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """Fails if streams take turns (each run waits here until all of them are in one), or each has all the threads."""
+    """Fails if streams take turns (each run waits here until all of them are in one), or each has all the threads,
+    where a session takes one run at a time."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
@@ -110,8 +111,24 @@ def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
     assert row.iterations % 3 == 0
     # Three runs go on at once: a sample's share of the time is less than what its run takes.
     assert row.samples_per_second > 1.5 * 3 * 1000 / row.mean_ms
+    assert (row.options["threads"], row.options["streams"]) == (6, 3)
     with pytest.raises(UsageError, match="1 or more"):
         measure([candidate], feeds, streams=0)
+
+
+def test_a_row_says_what_it_ran_with() -> None:
+    """Fails if the options that candidates differ in can't be read off the page, or those they share aren't above."""
+    point = body(name="other", options={"threads": 1, "streams": 1, "spinning": False, "graph_level": "extended"})
+    point["results"][0]["options"] = {"threads": 2, "streams": 2, "precision": "fp32"}
+    titles, first, other = page.cells(point)
+    found = [dict(zip(titles, row, strict=True))["session"] for row in (first, other)]
+    assert found == ["2 threads, 2 streams", "1 thread, no spinning, graph level extended"]
+    assert page.shape_of(point) == "batch 1"
+    point["results"][1]["options"] = point["results"][0]["options"]
+    assert "session" not in page.cells(point)[0]
+    assert page.shape_of(point) == "batch 1, 2 threads, 2 streams"
+    assert "throughput" not in page.noise_of(point)
+    assert "throughput" in page.noise_of({**point, "streams": 2})
 
 
 def test_throughput_is_of_the_time_that_passed() -> None:
@@ -141,7 +158,7 @@ def body(**row: Any) -> dict[str, Any]:
     empty = dict.fromkeys(f.name for f in fields(Row))
     base = {**empty, "name": "base", "median_ms": 1234.5, "speedup": 1.0, "ci95": [1.0, 1.0], "verdict": "baseline"}
     machine = {"cpu": "<b>cpu", "threads": 2, "memory_gb": 4.0, "gpus": [], "system": "Linux", "versions": {"a": "1"}}
-    machine |= {"energy": "not available", "date": "2026-01-01", "load_average": 0.1}
+    machine |= {"cores": 2, "energy": "not available", "date": "2026-01-01", "load_average": 0.1}
     return {
         "results": [base, {**empty, **row}],
         "baseline": "base",

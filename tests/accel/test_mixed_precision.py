@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if all of int8 passes, if a layer too many stays float, or if what was found isn't what is built."""
+    """Fails if all of int8 passes, if a layer too many stays float, if what was found isn't what is built, or if the
+    report doesn't show what each layer loses and which of them stay."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -113,6 +115,14 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
     assert next(r for r in written["candidates"] if r["precision"] == "mixed")["mixed"]["kept"] == list(
         row.trajectory.kept
     )
+    assert written["environment"]["threads"] == 1
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert page.count("<h2>Sensitivity (") == 1
+    shown = re.findall(
+        r">(layer_\d)</td><td class=\"name\">MatMul</td><td class=\"name\">\S+</td><td[^>]*>(\w+)<", page
+    )
+    assert shown == [(x.node, "fp32" if x.node in PLANTED else "int8") for x in row.trajectory.layers]
+    assert "2 of 6 layers stay fp32, confirmed" in page
 
 
 def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path, cli: Any) -> None:

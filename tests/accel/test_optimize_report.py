@@ -14,8 +14,10 @@ import pytest
 
 import accel
 from accel.artifact import Artifact, Manifest
+from accel.converters.quantize_sensitivity import Sensitivity
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.judge import Judgement
+from accel.optimizer.mixed_precision import Trajectory, Try
 from accel.optimizer.report_page import pareto, sensitivity, write_page
 from accel.signature import Signature, TensorSpec
 
@@ -61,7 +63,7 @@ def artifact(name: str = "model") -> Artifact:
     record = {
         "name": "engine_from_onnx", "key": "k", "options": {"toolkit": name, "profiles": []}, "versions": {"onnx": "1"},
         "input": "0" * 64, "input_path": "/x", "output": ["1" * 64], "seconds": 1.5, "gates": [gate],
-        "notes": {"kernels": kernels, "sensitivity": {name: 0.25}},
+        "notes": {"kernels": kernels, "kept_fp32": [{"node": name, "op": "Exp", "reason": name}]},
     }  # fmt: skip
     signature = Signature((TensorSpec("x", "float32", ("batch", 2)),))
     source = {"spec": name, "files": [{"path": f"/{name}", "sha256": "2" * 64}]}
@@ -166,18 +168,28 @@ def test_the_frontier() -> None:
     assert heights["a"] < heights["source"] == heights["b"] < heights["c"]
 
 
-def test_sensitivity_in_both_forms() -> None:
-    """Fails if rows of values, or numbers by name, aren't a table, or anything else breaks the page."""
-    records = [
-        {"name": "search", "notes": {"sensitivity": [{"node": "a", "drop": 0.5}, {"node": "b", "why": "fp16"}]}},
-        {"name": "cast", "notes": {"sensitivity": {"c": 1e-5}}},
-        {"name": "simplify", "notes": {"sensitivity": "high"}},
+def test_what_stays_float_and_why() -> None:
+    """Fails if a searched candidate has no table or two, a layer has another's precision, or the nodes that a cast kept
+    in float32 aren't listed."""
+    layers = [Sensitivity(node="a", op="MatMul", error=0.5), Sensitivity(node="b", op="Gemm", error=1e-5)]
+    tries = [Try(kept=(), drop=math.inf, within=False, judged_on="search")]
+    found = Trajectory(base="bf16", layers=layers, tries=tries, kept=("a",), confirmed=False)
+    rows = [
+        candidate("mixed", 1, 0, trajectory=found),
+        candidate("mixed, 1 thread", 1, 0, trajectory=found, base="mixed"),
+    ]
+    history = [
+        {"name": "cast", "notes": {"kept_fp32": [{"node": "c", "op": "Exp", "reason": "it reaches 9e+04"}]}},
+        {"name": "simplify", "notes": {"kept_fp32": []}},
         {"name": "none", "notes": {}},
     ]
-    one, other = sensitivity(records)
-    assert one["columns"] == ["node", "drop", "why"]
-    assert one["rows"] == [["a", "0.5", ""], ["b", "", "fp16"]]
-    assert other["rows"] == [["c", "1e-05"]]
+    first, tried, kept = sensitivity(rows, history)
+    assert first["title"] == "Sensitivity (mixed)"
+    assert first["rows"] == [["a", "MatMul", "0.5", "bf16"], ["b", "Gemm", "1e-05", "int8"]]
+    assert first["text"].startswith("1 of 2 layers stay bf16, not confirmed")
+    assert tried["rows"] == [["0", "inf", "no", "search"]]
+    assert kept["title"] == "Kept in float32 (cast)"
+    assert kept["rows"] == [["c", "Exp", "it reaches 9e+04"]]
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

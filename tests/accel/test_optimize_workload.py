@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
-from accel.artifact import Artifact
-from accel.bench.blocks import Candidate
+from accel.artifact import Artifact, Manifest
+from accel.bench.blocks import BlockRunner, Candidate
+from accel.bench.environment import available_cores
+from accel.bench.paired import measure
+from accel.bench.report import Row
 from accel.errors import AccelError, BadData, BadInputSpec, UnknownName, UsageError
-from accel.optimizer.workload import PassCandidate, PassSession, _few, read_lengths, workload
-from accel.runtimes.base import SessionOptions, open_session
+from accel.optimizer.measurement import _a_request
+from accel.optimizer.workload import PassCandidate, PassSession, Workload, _few, read_lengths, workload
+from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources import open_source
 from accel.verify.data import Dataset
@@ -91,7 +96,7 @@ def test_what_is_recorded_is_what_is_loaded(
     text_model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if session options that were found fastest are lost on the way to accel.load or accel bench, or if a
-    number of threads that is asked for there doesn't count."""
+    number of threads or streams that is asked for there doesn't count."""
 
     def scripted(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
         for row in (source, *rows):
@@ -115,11 +120,69 @@ def test_what_is_recorded_is_what_is_loaded(
         raise AccelError("enough")
 
     monkeypatch.setattr("accel.bench.paired.Lane", lane)
-    for threads in (None, 1):
+    for asked in ({}, {"threads": 1}, {"streams": 3}):
         with pytest.raises(AccelError, match="enough"):
-            accel.benchmark([tmp_path / "out"], threads=threads)
-    assert seen[0] == options
-    assert seen[1] == {"threads": 1}
+            accel.benchmark([tmp_path / "out"], **asked)
+    assert seen[0] == {"streams": 1, **options}
+    assert seen[1] == {"threads": 1, "streams": 1, "spinning": False}
+    assert seen[2] == {"threads": available_cores(), "streams": 3, "spinning": False}
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_streams_are_one_session_wherever_it_runs(
+    text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if accel bench times an artifact that was chosen with two streams in another state than accel optimize
+    chose it in and accel serve runs it in: one session with two streams and as many runs under way, neither one run at
+    a time nor two sessions; or if its streams stay where one thread is asked for."""
+    feeds = text_model.signature.example_inputs(batch=2, length=8)
+    path = text_model.path
+    words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
+    if runtime == "openvino":
+        path = accel.export(path, to="openvino", out=tmp_path / "ir", **words).path
+    artifact = open_source(path, **words) if runtime == "onnxruntime" else open_source(path)
+    recorded = {"runtime": runtime, "options": {"threads": 2, "streams": 2}}
+    manifest = Manifest(kind=artifact.kind, signature=artifact.signature, files={}, session=recorded)
+    chosen = replace(artifact, manifest=manifest)
+    lanes: list[Candidate] = []
+
+    def lane(candidate: Candidate, *_: Any) -> None:
+        lanes.append(candidate)
+        raise AccelError("enough")
+
+    monkeypatch.setattr("accel.bench.paired.Lane", lane)
+    for asked in ({}, {"streams": 2}, {"threads": 1}):
+        with pytest.raises(AccelError, match="enough"):
+            measure([Candidate("m", chosen)], feeds, **asked)
+    opened: list[BaseSession] = []
+    together = threading.Barrier(2, timeout=60)
+    met: list[int] = []
+
+    def watched(*given: Any) -> BaseSession:
+        session = open_session(*given)
+        opened.append(session)
+        run = session.run
+
+        def both(feeds: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                met.append(together.wait())  # breaks, and with it the test, where the other run isn't under way
+            return run(feeds)
+
+        monkeypatch.setattr(session, "run", both)
+        return session
+
+    monkeypatch.setattr("accel.bench.blocks.open_session", watched)
+    for candidate, streams in zip(lanes, (2, 2, 1), strict=True):
+        opened.clear()
+        met.clear()
+        runner = BlockRunner(candidate)
+        runner.open()
+        runner.first_run([feeds])
+        runner._timed([feeds] * 2)
+        assert [session.streams for session in opened] == [streams]
+        assert sorted(met) == ([0, 1] if streams == 2 else [])
+        opened[0].close()
+    assert [c.options["threads"] for c in lanes] == [2, available_cores(), 1]
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
@@ -175,6 +238,27 @@ def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
     with open_session(plain.artifact, plain.runtime, plain.options) as alone:
         for number, feeds in enumerate(mix):
             np.testing.assert_array_equal(outputs[f"y of request {number}"], alone.run(feeds)["y"])
+
+
+def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None:
+    """Fails if the energy or the phases of a whole pass are called those of one request, or the phases get lost."""
+    mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
+    work = Workload(objective="throughput", mix=mix, batch=2, repeats=2, note="")
+    candidate = work.candidate(Candidate(name="x", artifact=text_model, options={"threads": 1}))
+    assert isinstance(candidate, PassCandidate)
+    session = PassSession(candidate)
+    assert session.phases is None  # a CPU runtime can't tell them apart
+    session._session.phases = lambda feeds: {"compute": float(feeds["ids"].shape[1])}  # type: ignore[attr-defined]
+    assert session.phases is not None
+    a_pass = session.phases(mix[0])
+    session.close()
+    assert a_pass == {"compute": 2 * (4.0 + 16.0 + 32.0)}
+    row = dict.fromkeys(field.name for field in fields(Row)) | {"round_medians_ms": [60.0], "median_ms": 60.0}
+    found = _a_request(row | {"joules_per_run": 3.0, "phases_ms": a_pass}, [60.0], "onnxruntime", work)
+    assert found["joules_per_run"] == 0.5
+    assert found["phases_ms"]["compute"] == pytest.approx((4 + 16 + 32) / 3)
+    assert found["samples_per_second"] == pytest.approx(200)
+    assert _a_request(row, [60.0], "onnxruntime", work)["phases_ms"] is None
 
 
 def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

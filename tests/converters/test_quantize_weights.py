@@ -135,3 +135,28 @@ def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
     assert 1e-4 < row["judgement"]["drop"] < 0.02
     with open_session(src, "onnxruntime") as session:
         assert session.run(src.signature.example_inputs())["y"].shape[1] == 8
+
+
+def test_verify_and_bisect_know_int4(tmp_path: Path, cli: object) -> None:
+    """Fails if either command has no limit for what --precision int4 makes, calls the rounding of its weights a
+    difference, or lets weights pass that are others."""
+    import json
+
+    pytest.importorskip("nncf")
+    src = linear_net(tmp_path / "m.onnx", 17)
+    quantize(src, QuantizeConfig(mode="int4-weights"), tmp_path / "four.onnx")
+    config = QuantizeConfig(form="openvino", mode="int4-weights")
+    ir = run_stage("quantize", src, config, gates=[], cache=StageCache(tmp_path / "cache"))
+    for command, path in (("verify", tmp_path / "four.onnx"), ("verify", ir.path), ("bisect", tmp_path / "four.onnx")):
+        done = cli(command, src.path, path, "--json")  # type: ignore[operator]
+        assert done.code == 0, done.stderr
+        assert json.loads(done.stdout)["limit"] == 0.4
+    model = onnx.load(str(src.path))
+    for tensor in model.graph.initializer:
+        if tensor.name == "w2":
+            tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), "w2"))
+    onnx.save(model, str(tmp_path / "other.onnx"))
+    for command, key in (("verify", "problems"), ("bisect", "divergence")):
+        done = cli(command, tmp_path / "other.onnx", tmp_path / "four.onnx", "--json")  # type: ignore[operator]
+        assert done.code == 1, done.stderr
+        assert json.loads(done.stdout)[key]
