@@ -4,6 +4,9 @@
 
 VENV has mlserver, litserve and onnxruntime. The load comes from h2load (apt: nghttp2-client), which costs far less than
 a Python client; each server takes its turn in every round. For a quiet machine; only 127.0.0.1 is loaded.
+
+h2load can't see an error in a gRPC call's trailers, so after each of accel's runs the server's own statistics are
+compared with what h2load counted. Whether the goals are met: serve_goals.py.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as triton
+from serve_goals import Goal, goals, table
 
 import accel
 from accel.bench.environment import environment
@@ -99,6 +103,17 @@ class Row:
     failed: int
 
 
+@dataclass(frozen=True)
+class Overhead:
+    """One caller at a time: medians over the rounds of the p50 over the wire, of ``session.run`` with one thread on the
+    same request, and of their difference."""
+
+    scenario: str
+    rpc_us: float
+    run_us: float
+    overhead_us: float
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -106,19 +121,27 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for serve_load.json and serve_load.md")
     options = parser.parse_args()
     rows: list[Row] = []
+    overheads: list[Overhead] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "models.py").write_text(MODELS)
         for scenario in SCENARIOS:
-            rows += measure(scenario, folder, options.peers, options.seconds, options.rounds)
-            write(rows, options.peers)
-    print(markdown(rows))
+            more, runs = measure(scenario, folder, options.peers, options.seconds, options.rounds)
+            rows += more
+            if runs:
+                overheads.append(overhead(scenario.name, runs))
+            write(rows, overheads, options.peers, options.results)
+    print(markdown(rows, overheads))
 
 
-def measure(scenario: Scenario, folder: Path, peers: Path | None, seconds: float, rounds: int) -> list[Row]:
-    """Every server of the scenario in turn, ``rounds`` times."""
+def measure(
+    scenario: Scenario, folder: Path, peers: Path | None, seconds: float, rounds: int
+) -> tuple[list[Row], list[tuple[float, float]]]:
+    """Every server of the scenario in turn, ``rounds`` times; and of accel alone, where it is asked by one caller, the
+    p50 in microseconds over the wire and of ``session.run`` in each round."""
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     model.parent.mkdir(parents=True)
     accel.export(f"{folder / 'models.py'}:{scenario.name}", inputs=[scenario.spec], out=model)
@@ -128,6 +151,7 @@ def measure(scenario: Scenario, folder: Path, peers: Path | None, seconds: float
     for is_grpc, body in bodies.items():
         files[is_grpc].write_bytes(body)
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    alone: list[tuple[float, float]] = []
     servers = [s for s in scenario.peers if peers or s in ("accel", "floor")]
     for _ in range(rounds):
         for server in servers:
@@ -136,12 +160,85 @@ def measure(scenario: Scenario, folder: Path, peers: Path | None, seconds: float
                     first_answer(port, scenario, x)
                 for concurrency in scenario.concurrencies:
                     grpc = server != "litserve"
-                    found.setdefault((server, concurrency), []).append(
-                        load(port, files[grpc], concurrency, seconds, grpc=grpc)
-                    )
+                    with counted(port, scenario.name) if server == "accel" else contextlib.nullcontext([]) as sent:
+                        run = load(port, files[grpc], concurrency, seconds, grpc=grpc)
+                        sent.append((int(run["answered"]), 2 * concurrency))
+                    found.setdefault((server, concurrency), []).append(run)
+                    if server == "accel" and concurrency == 1:
+                        alone.append((1000 * run["p50"], session_run_us(model, x, seconds)))
                 if server == "accel":
                     check(port, scenario, model)
-    return [row(scenario.name, *key, runs) for key, runs in found.items()]
+                    with counted(port, scenario.name) as sent:
+                        sent.append((exactly(port, files[True], 2000, 8), 0))
+    return [row(scenario.name, *key, runs) for key, runs in found.items()], alone
+
+
+@contextlib.contextmanager
+def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
+    """Within it load is sent; what it puts into the list is how many answers h2load counted, and how many requests it
+    may have had under way when it stopped. Raises where the server's own counts say otherwise: a request that failed
+    behind h2load's back, was lost, or was answered twice."""
+    before, sent = settled(port, model), list[tuple[int, int]]()
+    yield sent
+    after = settled(port, model)
+    success, fail = after[0] - before[0], after[1] - before[1]
+    ((answered, under_way),) = sent
+    # One that was cut off at the end may have been answered, or cancelled, and that counts as failed.
+    if not (answered <= success and success + fail <= answered + under_way):
+        raise RuntimeError(
+            f"h2load counted {answered} answers ({under_way} under way at its end), "
+            f"the server {success} successes and {fail} failures"
+        )
+
+
+def settled(port: int, model: str) -> tuple[int, int]:
+    """Success and failure, once they stand still."""
+    found = None
+    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        while True:
+            stats = client.get_inference_statistics(model).model_stats[0].inference_stats
+            last, found = found, (stats.success.count, stats.fail.count)
+            if last == found:
+                return found
+            time.sleep(0.3)
+
+
+def exactly(port: int, body: Path, count: int, concurrency: int) -> int:
+    """Send ``count`` requests, none of which is cut off; how many were answered."""
+    words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-n", str(count), "-d", str(body)]
+    words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
+    return answers(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+
+def answers(said: str) -> int:
+    found = re.search(r"(\d+) succeeded", said)
+    if not found:
+        raise RuntimeError(said)
+    return int(found[1])
+
+
+def session_run_us(model: Path, x: np.ndarray, seconds: float) -> float:
+    """The p50 of ``session.run`` with one thread while the server has nothing to do."""
+    times = []
+    with accel.load(model, options={"threads": 1}) as session:
+        feeds = {"x": x}
+        for _ in range(200):
+            session.run(feeds)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            begun = time.perf_counter()
+            session.run(feeds)
+            times.append(time.perf_counter() - begun)
+    return 1e6 * statistics.median(times)
+
+
+def overhead(scenario: str, runs: list[tuple[float, float]]) -> Overhead:
+    return Overhead(
+        scenario=scenario,
+        rpc_us=statistics.median(rpc for rpc, _ in runs),
+        run_us=statistics.median(run for _, run in runs),
+        overhead_us=statistics.median(rpc - run for rpc, run in runs),
+    )
 
 
 def row(scenario: str, server: str, concurrency: int, runs: list[dict[str, float]]) -> Row:
@@ -187,15 +284,19 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
 
 
 def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
-    """``concurrency`` connections with one request under way each, for ``seconds`` after a second of warm-up."""
+    """``concurrency`` connections with one request under way each, for ``seconds`` after a second of warm-up.
+
+    The warm-up is a run of its own: h2load counts none of the requests that it sends in its own warm-up.
+    """
     log = body.with_suffix(".log")
     log.unlink(missing_ok=True)
-    words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body), f"--log-file={log}"]
-    words += ["--warm-up-time=1", "-D", f"{round(1000 * seconds)}ms"]
+    words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]
     if grpc:
         words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
     else:
         words += ["--h1", "-H", "content-type: application/json", f"http://127.0.0.1:{port}/predict"]
+    warm_up = subprocess.run([*words, "-D", "1s"], capture_output=True, text=True, check=True).stdout
+    words += [f"--log-file={log}", "-D", f"{round(1000 * seconds)}ms"]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     rate = re.search(r"finished in .*?, ([\d.]+) req/s", said)
     codes = re.search(r"(\d+) failed, (\d+) errored, (\d+) timeout", said)
@@ -207,6 +308,7 @@ def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool)
     return {
         "rate": float(rate[1]),
         "failed": float(sum(map(int, codes.groups()))),
+        "answered": float(answers(warm_up) + answers(said)),
         "p50": times[len(times) // 2],
         "p99": times[int(len(times) * 0.99)],
     }
@@ -319,10 +421,22 @@ STARTERS: dict[str, Callable[[Scenario, Path, Path | None], contextlib.AbstractC
 }
 
 
-def write(rows: list[Row], peers: Path | None) -> None:
-    body = {"environment": environment(2), "peers": versions(peers), "rows": [asdict(row) for row in rows]}
-    (RESULTS / "serve_load.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "serve_load.md").write_text(markdown(rows), encoding="utf-8")
+def write(rows: list[Row], overheads: list[Overhead], peers: Path | None, folder: Path) -> None:
+    body = {
+        "environment": environment(2),
+        "peers": versions(peers),
+        "rows": [asdict(row) for row in rows],
+        "overhead": [asdict(one) for one in overheads],
+        "goals": [goal.row() for goal in reached(rows, overheads)],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "serve_load.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    (folder / "serve_load.md").write_text(markdown(rows, overheads), encoding="utf-8")
+
+
+def reached(rows: list[Row], overheads: list[Overhead]) -> list[Goal]:
+    rates = {(r.scenario, r.server, r.concurrency): r.requests_per_second for r in rows}
+    return goals(rates, next((one.overhead_us for one in overheads if one.scenario == "mlp"), None))
 
 
 def versions(peers: Path | None) -> dict[str, str]:
@@ -334,7 +448,7 @@ def versions(peers: Path | None) -> dict[str, str]:
     return {p["name"]: p["version"] for p in json.loads(said.stdout) if p["name"] in ("mlserver", "litserve", "grpcio")}
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
     lines = [
         "# accel serve beside its peers",
         "",
@@ -351,7 +465,16 @@ def markdown(rows: list[Row]) -> str:
             f"| {r.scenario} | {r.server} | {r.concurrency} | {r.requests_per_second:,.0f} | {100 * r.spread:.0f}% "
             f"| {r.p50_ms:.2f} | {r.p99_ms:.2f} | {r.failed} |"
         )
-    return "\n".join([*lines, ""])
+    if overheads:
+        lines += [
+            "",
+            "One caller at a time, p50: over the wire, `session.run` with one thread in the same round, the rest.",
+            "",
+            "| scenario | over the wire us | session.run us | difference us |",
+            "|---|---|---|---|",
+        ]
+        lines += [f"| {o.scenario} | {o.rpc_us:.0f} | {o.run_us:.0f} | {o.overhead_us:.0f} |" for o in overheads]
+    return "\n".join([*lines, "", *table(reached(rows, overheads)), ""])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""What the load benchmark says of its goals."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_goals.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("serve_goals", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serve_goals", module)  # where its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_goals(script: ModuleType) -> None:
+    """Fails if a ratio is the wrong way round, taken against the slower of a peer's ways or at another concurrency, or
+    a goal is met at the wrong side of its bound."""
+    rates = {
+        ("mlp", "accel", 8): 3300.0, ("mlp", "mlserver", 8): 1000.0, ("mlp", "mlserver-workers", 8): 500.0,
+        ("mlp", "accel", 32): 3300.0, ("mlp", "mlserver", 32): 900.0, ("mlp", "mlserver-workers", 32): 1100.0,
+        ("image", "accel", 8): 80.0, ("image", "floor", 8): 100.0, ("image", "mlserver", 8): 10.0,
+        ("small", "accel", 8): 85.0, ("small", "floor", 8): 100.0,
+    }  # fmt: skip
+    found = script.goals(rates, 249.0)
+    assert [goal.found for goal in found] == pytest.approx([3.3, 3.0, 0.8, 0.85, 249.0])
+    assert [goal.met for goal in found] == [True, False, False, True, True]
+    assert script.goals(rates, 250.0)[-1].met is False
+    lines = script.table(found)
+    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["yes", "no", "no", "yes", "yes"]
+
+
+def test_what_was_not_measured(script: ModuleType) -> None:
+    """Fails if a goal without a figure is said to be met, or to be missed."""
+    found = script.goals({("mlp", "accel", 8): 3300.0, ("small", "accel", 8): 1.0}, None)
+    assert {goal.met for goal in found} == {None}
+    assert all("not measured | - |" in line for line in script.table(found)[2:])
+    assert all(goal.row()["found"] is None for goal in found)
+
+
+@pytest.mark.parametrize(
+    ("success", "fail", "agrees"),
+    [(100, 0, True), (104, 0, True), (103, 1, True), (99, 0, False), (95, 5, False), (113, 0, False), (100, 9, False)],
+)
+def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail: int, agrees: bool) -> None:
+    """Fails if a run passes whose requests failed behind the load generator's back, were lost or answered twice; of 100
+    answers that it counted up to 8 more were under way at its end."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    serve_load = importlib.import_module("serve_load")
+    found = iter([(7, 3), (7 + success, 3 + fail)])
+    monkeypatch.setattr(serve_load, "settled", lambda *_: next(found))
+    outcome = nullcontext() if agrees else pytest.raises(RuntimeError, match="h2load counted 100 answers")
+    with outcome, serve_load.counted(1, "m") as sent:
+        sent.append((100, 8))
