@@ -15,7 +15,6 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120
 # What the product has to become in PTX: warp-level mma, the warpgroup's, or the tensor memory's.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 FIRST_FP8 = 89
-FLOATS = ("fp16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
