@@ -31,10 +31,6 @@ class StageConfig:
     """The options of a stage. Everything that can change the result is a field; a ``Path`` counts by its content."""
 
 
-class StageFunction(Protocol):
-    def __call__(self, src: Artifact, config: Any, out: Path) -> Artifact: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
     """One comparison: ``passed`` is None where this machine could not run it (``note`` says why)."""

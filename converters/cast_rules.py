@@ -147,15 +147,16 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 def masked_tensors(source: Source) -> set[str]:
     """Tensors in which "lowest" may stand for a mask: those that a clamped constant flows into."""
     top = largest(source.low)
-    tainted = {n for n, t in source.constants.items() if _largest(weight_array(t)) > top}
+    tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:
         filled = node.op_type == "ConstantOfShape" and any(
-            _largest(numpy_helper.to_array(a.t)) > top for a in node.attribute if a.t.data_type == FLOAT
+            largest_value(numpy_helper.to_array(a.t)) > top for a in node.attribute if a.t.data_type == FLOAT
         )
         if filled or (node.op_type in MASK_FLOW and not tainted.isdisjoint(node.input)):
             tainted.update(name for name in node.output if name)
     return tainted
 
 
-def _largest(value: np.ndarray) -> float:
+def largest_value(value: np.ndarray) -> float:
+    """The largest absolute value that is a number; 0 where there is none."""
     return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from accel.converters.cast_graph import Retyped, retype
-from accel.converters.cast_rules import masked_tensors
+from accel.converters.cast_rules import largest_value, masked_tensors
 from accel.converters.cast_source import FLOAT, FORMATS, Source, largest, to_low
 from accel.errors import StageFailed
 from accel.progress import report
@@ -111,7 +111,7 @@ def _compare(
     own = {value.name: value.type.tensor_type.elem_type for value in low.graph.input}
     given = {n: _rounded_feed(v, own.get(n, FLOAT), source.low) for n, v in feeds.items()}
     top = largest(source.low)
-    seen = {n: Seen(_top(v), 0, 0.0) for n, v in feeds.items() if source.is_float(n)}
+    seen = {n: Seen(largest_value(v), 0, 0.0) for n, v in feeds.items() if source.is_float(n)}
     for names in chunks:
         wanted = reference.run(feeds, names)
         try:
@@ -128,10 +128,6 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
     return to_low(value, low).astype(np.float32) if kind == low and value.dtype == np.float32 else value
 
 
-def _top(value: np.ndarray) -> float:
-    return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
-
-
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
     """``clamped``: where float32 is beyond this, a value as low (or as high) as can be is the same mask."""
     if wanted.shape != found.shape:
@@ -146,7 +142,7 @@ def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) 
     error = math.inf if lost else 0.0
     if measure and not lost:
         error = _relative(np.where(compared, wanted, 0), np.where(compared, found, 0))
-    return Seen(_top(wanted), lost, error)
+    return Seen(largest_value(wanted), lost, error)
 
 
 def _differing(wanted: np.ndarray, found: np.ndarray) -> float:

@@ -228,10 +228,14 @@ def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         name: {axis: d for axis, d in enumerate(spec.shape) if isinstance(d, str)}
         for name, spec in zip((*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True)
     }
+    module, example = _named(src), _example(src)
     with torch.no_grad():
+        if isinstance(module.module, torch.jit.ScriptModule):
+            # The exporter traces no TorchScript inside another module, and takes one as it is, branches and all.
+            module = torch.jit.trace(module, example, check_trace=False)
         torch.onnx.export(
-            _named(src),
-            _example(src),
+            module,
+            example,
             str(out),
             dynamo=False,
             opset_version=config.opset,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed
-from accel.sources.onnx_file import describe_model, one_line, read_proto
+from accel.sources.onnx_file import NAME_SCOPES, describe_model, one_line, read_proto
 from accel.sources.onnx_weights import attach, detached_bytes, is_detached, raw_pieces
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 # A protobuf message ends at 2 GB; shape inference adds to it what it finds.
 SINGLE_FILE_BYTES = 1_800_000_000
-
-# Where torch's exporter notes the modules that a node comes from.
-NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
 # Smaller tensors stay in the model: shape inference reads some of them.
 _APART_BYTES = 1024

@@ -12,20 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
-import torch
-from onnx import TensorProto, helper
+from onnx import helper
 
 from accel.errors import UnsupportedHere
 from accel.kernels import operators
 from accel.kernels.onnx_function import DOMAIN, DTYPES, VERSION, FusedConv2d, FusedGemm, QuantizeRowwise, parse
-
-ONNX_DTYPES = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-    torch.int8: TensorProto.INT8,
-    torch.float8_e4m3fn: TensorProto.FLOAT8E4M3FN,
-}
 
 TYPES = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(int8)", "tensor(float8e4m3fn)"]
 

@@ -113,16 +113,12 @@ class InferenceClient:
                 text = f"no server answers at {self._url}; start one with accel serve, or check --url"
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
-    def infer(self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "") -> Inference:
-        """One request. Integers and floats of another width are cast to what the model takes."""
-        metadata, _ = self._describe(model, version)
-        return self._infer(metadata, _fitting(feeds, metadata), version, 0)
-
     def infer_many(
         self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "", batch: int = 0, classes: int = 0
     ) -> Inference:
-        """As many requests as it takes: ``batch`` samples each (0: what the model takes at most). ``classes``: so many
-        of each sample's largest values in place of the outputs, with their labels; 0 for the outputs themselves."""
+        """As many requests as it takes: ``batch`` samples each (0: what the model takes at most). Integers and floats
+        of another width are cast to what the model takes. ``classes``: so many of each sample's largest values in place
+        of the outputs, with their labels; 0 for the outputs themselves."""
         metadata, config = self._describe(model, version)
         largest = int(config.max_batch_size)
         feeds = _fitting(feeds, metadata)

@@ -103,13 +103,13 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
         )
     tensor, shape, first, batched = found[0]
     channels, height, width = shape if first else (shape[2], shape[0], shape[1])
-    for option, values in (("--mean", mean), ("--std", std)):
+    for option, values in (("the mean of --normalize", mean), ("the deviation of --normalize", std)):
         if values and tensor.datatype == "UINT8":
             raise BadData(f"{option} is for models that take numbers; '{metadata.name}' takes the bytes of an image")
         if len(values) not in (0, 1, channels):
             raise BadData(f"{option} needs one number or one for each of the {channels} channels, got {len(values)}")
     if any(value <= 0 for value in std):
-        raise BadData("--std has to be above 0 for every channel")
+        raise BadData("the deviation of --normalize has to be above 0 for every channel")
     return ImageInput(
         name=tensor.name,
         datatype=tensor.datatype,

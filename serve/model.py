@@ -61,9 +61,9 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         batch = (-1,) if self.scheduling.max_batch_size else ()
-        mask = self.scheduling.lengths.mask if self.scheduling.lengths else None
+        optional = self.scheduling.optional_inputs
         self.inputs = {
-            t.name: ServedTensor(t.name, datatype(t), (*batch, *t.dims), t.optional or t.name == mask)
+            t.name: ServedTensor(t.name, datatype(t), (*batch, *t.dims), t.optional or t.name in optional)
             for t in self.config.input
         }
         self.outputs = {

@@ -104,7 +104,8 @@ def test_every_target_and_extra_is_in_the_readme() -> None:
 
 
 def test_every_dependency_says_why() -> None:
-    """Fails if a dependency stands in pyproject.toml without its reason, or a pin in constraints.txt isn't exact."""
+    """Fails if a dependency stands in pyproject.toml without its reason, or a pin in constraints.txt isn't exact, or is
+    there twice."""
     lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     for line in lines:
         if re.match(r'^  "(?!accel-toolchain)[A-Za-z0-9_.-]+[><=]', line):
@@ -113,3 +114,5 @@ def test_every_dependency_says_why() -> None:
         x for x in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if x and not x.startswith("#")
     ]
     assert all(re.match(r"^[A-Za-z0-9_.-]+==[^ ]+$", pin) for pin in pins)
+    names = [re.sub(r"[-_.]+", "-", pin.partition("==")[0]).lower() for pin in pins]
+    assert len(set(names)) == len(names)

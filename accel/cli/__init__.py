@@ -200,7 +200,3 @@ class PlainLines:
         if kind != self._last:
             self._last = kind
             click.echo(f"accel: {message}", err=True)
-
-
-if __name__ == "__main__":
-    main()

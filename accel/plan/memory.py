@@ -83,8 +83,6 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     if layout.recompute == "full":
         return unit * residual / narrow
     core = 4 * spec.heads * s * b / t  # log-sum-exp
-    if layout.materialised_attention and layout.recompute == "none":
-        core = element * spec.heads * s * spec.seq * b / t
     if layout.recompute == "selective":
         return unit * ((residual + 2) / narrow + (qkv + 1 + 4) / t) + core
     norms = 16 * s * b / narrow

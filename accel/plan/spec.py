@@ -131,7 +131,6 @@ class Layout:
     pipeline: str = "1f1b"
     chunks: int = 2
     sequence_parallel: bool = True
-    materialised_attention: bool = False
     hpz: int = 0
     qwz: bool = False
     qgz: bool = False

@@ -16,6 +16,9 @@ from accel.signature import Dim, DimRange, Signature, TensorSpec
 if TYPE_CHECKING:
     import onnx
 
+# Where torch's exporter notes the modules that a node comes from.
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
+
 _QUANTIZED_OPS = frozenset(
     {
         "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearMatMul", "QuantizeLinear",

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from accel.sources.onnx_file import NAME_SCOPES
+
 if TYPE_CHECKING:
     import onnx
 
 # Nodes that give on what they get, in another dtype or another name: casting and quantizing put them everywhere.
 TRANSPARENT = frozenset({"Cast", "CastLike", "Identity", "QuantizeLinear", "DequantizeLinear"})
-
-SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
 def module_path(node: onnx.NodeProto) -> str:
     """The torch module that a node comes from, as the exporter recorded it (``encoder.layer.0.attention``); empty
     where it didn't. The older exporter writes it into the node's name: ``/encoder/layer.0/MatMul``."""
-    text = next((p.value for p in node.metadata_props if p.key == SCOPES), "")
+    text = next((p.value for p in node.metadata_props if p.key == NAME_SCOPES), "")
     if text:
         try:
             scopes = [str(s) for s in ast.literal_eval(text)]

@@ -45,6 +45,73 @@ def test_three_lines_of_python(my_model: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(session.run(feeds)["output"], eager.run(feeds)["output"], atol=1e-5)
 
 
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        self.branches = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        if self.branches and bool(x.sum() > 0):
+            found = -found
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["traced", "scripted", "exported"])
+def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
+    """Fails if a whole TorchScript file, or an exported program that torch.export.save wrote, doesn't become ONNX by
+    the plain command with its batch dynamic, or if the ONNX computes something else than the module it was made of."""
+    net, x = Net().eval(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    path, words = tmp_path / "net.pt", ["--input", "x:float32[batch,6]"]
+    net.branches = kind == "scripted"
+    if kind == "traced":
+        torch.jit.trace(net, x[:2]).save(str(path))
+    elif kind == "scripted":
+        torch.jit.script(net).save(str(path))
+    else:
+        path, words = tmp_path / "net.pt2", []
+        shapes = {"x": {0: torch.export.Dim("batch", min=1, max=16)}}
+        torch.export.save(torch.export.export(net, (x,), dynamic_shapes=shapes), path)
+    ran = cli("export", path, *words, "-o", tmp_path / "net.onnx", "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["signature"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 6]}]
+    assert all(gate["passed"] for gate in body["gates"])
+    with accel.load(tmp_path / "net.onnx") as session, torch.inference_mode():
+        for scale in (1, -4):  # a script takes both ways of its branch
+            (found,) = session.run({"x": x.numpy() * scale}).values()
+            np.testing.assert_allclose(found, net(x * scale).numpy(), atol=1e-6)
+
+
+def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
+    """Fails if what save_pretrained wrote doesn't become ONNX by the plain command with batch and sequence dynamic, or
+    if the ONNX computes something else than the model of transformers, with a mask that hides the end."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=40,
+    )  # fmt: skip
+    bert = transformers.BertModel(config).eval()
+    bert.save_pretrained(tmp_path / "bert")
+    ran = cli("export", tmp_path / "bert", "-o", tmp_path / "bert.onnx", "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    inputs = json.loads(ran.stdout)["signature"]["inputs"]
+    assert [spec["name"] for spec in inputs] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert all(spec["shape"] == ["batch", "sequence"] for spec in inputs)
+    ids = np.arange(14).reshape(2, 7)
+    mask = (np.arange(7) < [[7], [4]]).astype(np.int64)
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    with accel.load(tmp_path / "bert.onnx") as session, torch.inference_mode():
+        found = session.run(feeds)["last_hidden_state"]
+        wanted = bert(**{name: torch.from_numpy(value) for name, value in feeds.items()}).last_hidden_state.numpy()
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("opset", [17, 18, 20, 21])
 def test_the_opset_asked_for_is_the_opset_given(my_model: Path, tmp_path: Path, opset: int) -> None:
     """Fails if the file has another opset than asked for: exporters change it and only log that."""
