@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,7 +39,7 @@ class Scripted(BaseSession):
         if self.runs == script.get("hang_at"):
             time.sleep(600)
         if "siblings_log" in script:
-            _log_running_siblings(Path(script["siblings_log"]))
+            _log_running_siblings(Path(script["siblings_log"]), script["not_siblings"])
         end = time.thread_time_ns() + int(script.get("ms", 0.2) * 1e6)
         while time.thread_time_ns() < end:
             pass
@@ -138,8 +138,8 @@ def _spin_forever() -> None:
         hashlib.sha256(data)  # without the interpreter's lock, as native threads spin
 
 
-def _log_running_siblings(log: Path) -> None:
-    """Write down each other child of our parent that is not stopped right now."""
+def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
+    """Write down the state of each other child of our parent right now, ``others`` (not the benchmark's) aside."""
     me, parent = os.getpid(), os.getppid()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == me:
@@ -149,7 +149,7 @@ def _log_running_siblings(log: Path) -> None:
             is_child = b"accel.child" in (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(its_parent) == parent and is_child:
+        if int(its_parent) == parent and is_child and int(folder.name) not in others:
             with log.open("a") as stream:
                 stream.write(f"{state}\n")
 

@@ -38,11 +38,10 @@ def test_three_lines_of_python(my_model: Path, tmp_path: Path) -> None:
     artifact = accel.export(
         f"{my_model}:make", inputs={"x": ("float32", ("batch", 3, 32, 32))}, out=tmp_path / "my.onnx"
     )
-    session = accel.load(artifact)
-    eager = accel.load(f"{my_model}:make", inputs=[SPEC])
-    for batch in (1, 2, 7):
-        feeds = session.example_inputs(batch=batch)
-        np.testing.assert_allclose(session.run(feeds)["output"], eager.run(feeds)["output"], atol=1e-5)
+    with accel.load(artifact) as session, accel.load(f"{my_model}:make", inputs=[SPEC]) as eager:
+        for batch in (1, 2, 7):
+            feeds = session.example_inputs(batch=batch)
+            np.testing.assert_allclose(session.run(feeds)["output"], eager.run(feeds)["output"], atol=1e-5)
 
 
 class Net(torch.nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from cpu_features import needs_vnni
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.api.optimize import optimize
@@ -77,6 +78,7 @@ def src(folder: Path) -> Artifact:
 
 @pytest.fixture(scope="module")
 def data(folder: Path) -> Path:
+    needs_vnni()
     return samples(folder / "d.npz")
 
 
@@ -152,6 +154,7 @@ def candidates(src: Artifact, data: Path | None) -> Any:
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
     """Fails if the second half of the data isn't asked: there alone the input has values that nothing was calibrated
     for."""
+    needs_vnni()
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
     x[40:, 0] = 2000.0
     np.savez(tmp_path / "d.npz", x=x)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from cpu_features import has_bf16
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
@@ -188,12 +189,6 @@ def test_wrong_feeds(mlp: Artifact) -> None:
             session.run(feeds | {"a": feeds["a"].astype(np.float64)})
         with pytest.raises(BadFeeds, match="missing input 'z'"):
             session.run({"a": feeds["a"]})
-
-
-def has_bf16() -> bool:
-    import openvino
-
-    return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

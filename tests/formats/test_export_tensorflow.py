@@ -339,11 +339,12 @@ def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
 
 def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     """Fails if a text model of two LSTM and attention, built by code around its shipped weights, needs more than a
-    thousandth of a bit more for a character than in TensorFlow, doesn't predict text at all, or needs no --limit."""
+    thousandth of a bit more for a character than in TensorFlow, doesn't predict text at all, or passes a limit that it
+    can't keep."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed):
-        accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)})
+    with pytest.raises(GateFailed):  # the default is one that some CPUs may keep
+        accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
     # TensorFlow, ONNX Runtime and numpy are 1e-3 from one another here: that is as far as float32 goes in this net, and
     # what counts is the metric below.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)
