@@ -11,17 +11,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import accel.errors
-from accel.errors import AccelError, TrainingFailed
+from accel.errors import AccelError, BadConfig, TrainingFailed
 from accel.progress import report
 from accel.train import watchdog
 from accel.train.config import TrainConfig
 from accel.train.log import LOG
 from accel.train.rank import ERRORS, RESULT
-from accel.train.rules import runnable
+from accel.train.rules import problems, runnable
 
 
 def train(
@@ -39,8 +40,7 @@ def train(
     A folder that holds checkpoints is gone on with, ``fresh`` starts over. Returns what rank 0 reports: steps, loss,
     metrics. Raises what the first rank that failed raised, with every rank's first error in the message.
     """
-    if nnodes == "1":
-        config.validate(nproc)
+    _valid(config, nproc, nnodes, rendezvous)
     runnable(config)
     out.mkdir(parents=True, exist_ok=True)
     if fresh:
@@ -53,7 +53,7 @@ def train(
     config_file = out / "train.json"
     config_file.write_text(json.dumps(dataclasses.asdict(config), indent=2))
     program = ["-m", "accel.train.rank", str(config_file), str(out)]
-    if nproc > 1 or nnodes != "1":
+    if nproc > 1 or nnodes != "1" or max_restarts:
         where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
         torchrun = ["-m", "torch.distributed.run", *where, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
         program = [*torchrun, f"--max-restarts={max_restarts}", *program]
@@ -81,19 +81,33 @@ def train(
             watchdog.end(out)
             raise
     if process.returncode:
-        raise first_errors(out, nproc, process.returncode)
+        ranks = range(nproc) if nnodes == "1" else watchdog.enrolled(out)
+        raise first_errors(out, ranks, process.returncode)
     body: dict[str, Any] = json.loads((out / RESULT).read_text())
     return body
 
 
-def first_errors(out: Path, nproc: int, code: int) -> AccelError:
-    """One error for the run: the kind and words of the earliest, and after it what each other rank met first."""
+def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None) -> None:
+    """Raise ``BadConfig`` where ``config`` can't run on any number of machines that ``nnodes`` allows."""
+    least, _, most = nnodes.partition(":")
+    if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+        raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or MIN:MAX of them")
+    if int(most or least) > 1 and rendezvous is None:
+        raise BadConfig(f"{nnodes} machines have to meet somewhere; pass --rendezvous HOST:PORT, the same on each")
+    found = [next(problems(config, nproc * count), "") for count in range(int(least), int(most or least) + 1)]
+    if all(found):
+        raise BadConfig(found[-1])
+
+
+def first_errors(out: Path, ranks: Collection[int], code: int) -> AccelError:
+    """One error for the run: the kind and words of the earliest, and after it what each other of ``ranks`` (those of
+    this machine) met first."""
     found = []
     for file in (out / ERRORS).glob("rank-*.json"):
         with contextlib.suppress(ValueError):
             found.append(json.loads(file.read_text()))
     found.sort(key=lambda body: body["time"])
-    silent = [str(r) for r in range(nproc) if r not in {body["rank"] for body in found}]
+    silent = [str(r) for r in ranks if r not in {body["rank"] for body in found}]
     if not found:
         lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
         return TrainingFailed(
@@ -103,7 +117,7 @@ def first_errors(out: Path, nproc: int, code: int) -> AccelError:
     told = {first["error"]}
     words = (
         [f"rank {first['rank']}: {first['message'] or first['error']}"]
-        if nproc > 1
+        if len(ranks) > 1
         else [first["message"] or first["error"]]
     )
     for body in others:

@@ -26,6 +26,7 @@ def main(config_file: Path, out: Path) -> int:
 
     rank = int(os.environ.get("RANK", "0"))
     watchdog.enrol(out, rank)
+    (out / ERRORS / f"rank-{rank}.json").unlink(missing_ok=True)  # of what this is the restart of
     try:
         config = TrainConfig.from_dict(json.loads(config_file.read_text()))
         ranks = join(config)

@@ -98,6 +98,11 @@ def _runs(pid: int, out: Path) -> bool:
         return False
 
 
+def enrolled(out: Path) -> list[int]:
+    """The ranks that started on this machine."""
+    return sorted(_here(out))
+
+
 def _here(out: Path) -> dict[int, int]:
     pids = {}
     for file in sorted((out / STACKS).glob("rank-*.pid")):

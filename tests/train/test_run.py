@@ -165,6 +165,22 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path) -> None:
         train(config_of(loss=f"{source}:one_fails", micro_batch=4), tmp_path / "run", nproc=2)
 
 
+@pytest.mark.slow
+def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
+    """Fails if one process isn't restarted, or the error of the first attempt is told for what ended the second."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
+        "def fails(outputs, targets):\n"
+        "    flag = Path(__file__).with_name('begun')\n"
+        "    if flag.exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    flag.touch()\n    raise ValueError('only the first attempt')\n"
+    )
+    with pytest.raises(TrainingFailed, match="the ranks died without a word") as caught:
+        train(config_of(loss=f"{source}:fails"), tmp_path / "run", max_restarts=1)
+    assert "only the first attempt" not in str(caught.value)
+
+
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     """Fails if the refusal of a rank doesn't reach the caller with its own kind and words."""
     with pytest.raises(BadData, match="the data has 96 samples, a global batch takes 128"):
@@ -237,6 +253,10 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--learning-rate=3"], "has no learning_rate"),
         (["examples/digits.toml", "--nproc", "3"], "use --global-batch="),
         (["examples/digits.toml", "stray"], "write --key=value"),
+        (["examples/digits.toml", "--nnodes", "2"], "pass --rendezvous HOST:PORT, the same on each"),
+        (["examples/digits.toml", "--nnodes", "1:2"], "pass --rendezvous HOST:PORT, the same on each"),
+        (["examples/digits.toml", "--nnodes", "2:1"], "write a number of machines, or MIN:MAX"),
+        (["examples/digits.toml", "--nnodes", "3", "--rendezvous", "localhost:1"], "use --global-batch=96"),
         (
             ["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"],
             "needs a plan of what is cut",
