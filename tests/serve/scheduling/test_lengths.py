@@ -352,7 +352,15 @@ def test_minilm(minilm: Artifact) -> None:
     lengths = LengthBatching(dim="sequence", mask="attention_mask")
     scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=lengths)
     alone = [session.run({"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}) for ids in texts]
-    executor = make_executor(minilm.signature, scheduling, lambda: session, name="minilm", version="1", start=False)
+    executor = make_executor(
+        minilm.signature,
+        scheduling,
+        lambda: session,
+        name="minilm",
+        version="1",
+        start=False,
+        costs=CostTable.proportional(16),
+    )
     assert isinstance(executor, QueuedExecutor)
     callers = [Caller(executor, InferenceRequest(model="minilm", inputs={"input_ids": ids[None]})) for ids in texts]
     run_all(executor)
