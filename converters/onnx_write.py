@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # A protobuf message ends at 2 GB; shape inference adds to it what it finds.
 SINGLE_FILE_BYTES = 1_800_000_000
 
+# Detached weights that are written into one message are held four times: in it, and while it grows.
+_ATTACHED_BYTES = 1 << 29
+
 # Smaller tensors stay in the model: shape inference reads some of them.
 _APART_BYTES = 1024
 
@@ -64,12 +67,12 @@ def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BYTES) -> tuple[str, ...]:
     """Write ``model``; names of the files beside ``out`` that hold its weights. ``model`` is spent afterwards.
 
-    Over ``limit`` bytes the weights go into one file named by its content, so that two models of one name never
-    mix their weights.
+    Over ``limit`` bytes, or where more are detached than had better be copied, the weights go into one file named by
+    its content, so that two models of one name never mix their weights.
     """
     import onnx
 
-    if weight_bytes(model) <= limit:
+    if weight_bytes(model) <= limit and detached_bytes(model) <= _ATTACHED_BYTES:
         for tensor in filter(is_detached, model.graph.initializer):
             attach(tensor)
         with beside(out) as temporary:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,8 @@ _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "prec
 
 # Larger constants are handed to ONNX Runtime as arrays: a protobuf message ends at 2 GB, and copying them costs time.
 _INLINE_ELEMENTS = 1024
+
+_GIVEN = "given"
 
 # More weights than this are not packed for the products, which would hold them twice.
 _LARGE_BYTES = 1 << 30
@@ -92,17 +96,22 @@ class RoundedModel:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if self._large:
             options.add_session_config_entry("session.disable_prepacking", "1")
-        if self._arrays:
-            options.add_external_initializers(list(self._arrays), list(self._arrays.values()))
-            for name, value in self._arrays.items():  # shared: a session copies what it is only given
-                options.add_initializer(name, value)
+        for name, value in self._arrays.items():
+            options.add_initializer(name, value)
         own = len(self.twin.graph.output)
         self.twin.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
         try:
             body = self.twin.SerializeToString()
         finally:
             del self.twin.graph.output[own:]
-        return onnxruntime.InferenceSession(body, options, providers=["CPUExecutionProvider"])
+        # The arrays are shared with the session, which looks for the file they are said to be in but never reads it:
+        # one that takes no room. Handed over as external initializers, they would be copied first.
+        with TemporaryDirectory() as folder:
+            twin, given = Path(folder, "twin.onnx"), Path(folder, _GIVEN)
+            twin.write_bytes(body)
+            with given.open("wb") as stream:
+                stream.truncate(max((value.tensor_size_in_bytes() for value in self._arrays.values()), default=0))
+            return onnxruntime.InferenceSession(twin, options, providers=["CPUExecutionProvider"])
 
 
 class RoundedSession(BaseSession):
@@ -232,10 +241,10 @@ def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict
             continue
         place = places[tensor.name]
         if tensor.data_type in _NATIVE or tensor.data_type in LOW:
-            value = np.ascontiguousarray(as_float32(weight_array(tensor)))
+            value = np.ascontiguousarray(weight_array(tensor, widened=True))
             arrays[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(value)
             place.data_location = TensorProto.EXTERNAL
-            place.external_data.add(key="location", value="given")
+            place.external_data.add(key="location", value=_GIVEN)
         else:
             place.CopyFrom(tensor)
     return twin, arrays, types

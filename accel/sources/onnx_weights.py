@@ -23,7 +23,7 @@ DETACHED_BYTES = 128 << 20
 # Smaller tensors come along: rules and shape inference look at their values.
 _SMALL_BYTES = 1 << 16
 
-_PIECE = 1 << 24  # numbers
+_PIECE = 1 << 22  # numbers
 
 # What a detached tensor's numbers are in the file, where that isn't what the tensor is to hold.
 _STORED_AS = "stored_as"
@@ -76,16 +76,24 @@ def detached_bytes(model: onnx.ModelProto) -> int:
     return sum(_bytes(tensor) for tensor in model.graph.initializer if is_detached(tensor))
 
 
-def weight_array(tensor: onnx.TensorProto) -> np.ndarray:
-    """The numbers of a tensor, detached or not. Of a detached one that is kept as it is, a view of its file."""
+def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarray:
+    """The numbers of a tensor, detached or not. Of a detached one that is kept as it is, a view of its file.
+    ``widened``: 16-bit floats as the float32 that they are exactly."""
     import numpy as np
-    from onnx import helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper
 
+    wide = widened and tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     if not is_detached(tensor):
-        return np.asarray(numpy_helper.to_array(tensor))
+        value = np.asarray(numpy_helper.to_array(tensor))
+        return value.astype(np.float32) if wide else value
     mapped = _mapped(tensor)
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    return mapped if mapped.dtype == kind else rounded(mapped, kind)
+    if mapped.dtype == kind and not wide:
+        return mapped
+    made = np.empty(mapped.shape, np.float32 if wide else kind)
+    for start, piece in _pieces(mapped):
+        made.reshape(-1)[start : start + piece.size] = rounded(piece, kind)
+    return made
 
 
 def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.TensorProto:
@@ -112,11 +120,16 @@ def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
     """What a detached tensor holds, as the bytes of a file."""
     from onnx import helper
 
-    flat = _mapped(tensor).reshape(-1)
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    for _, piece in _pieces(_mapped(tensor)):
+        yield rounded(piece, kind).tobytes()
+
+
+def _pieces(mapped: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Parts of a tensor that are small enough to be copied a few times, and where each begins."""
+    flat = mapped.reshape(-1)
     for start in range(0, flat.size, _PIECE):
-        piece = flat[start : start + _PIECE]
-        yield (piece if piece.dtype == kind else rounded(piece, kind)).tobytes()
+        yield start, flat[start : start + _PIECE]
 
 
 def _mapped(tensor: onnx.TensorProto) -> np.ndarray:
@@ -134,6 +147,8 @@ def rounded(value: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
     import ml_dtypes
     import numpy as np
 
+    if value.dtype == kind:
+        return value
     top = float(ml_dtypes.finfo(kind).max)
     bounded = np.where(np.isfinite(value), np.clip(value, -top, top), value)
     return bounded.astype(kind)

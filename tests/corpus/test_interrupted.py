@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ import onnx
 import pytest
 from hostile_files import small
 from onnx import numpy_helper
+from orphans import assert_no_children
 
 Cli = Callable[..., Any]
 
@@ -161,21 +161,5 @@ def killed_in(here: Path, words: tuple[str, ...], stage: str) -> list[str]:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stderr.close()
-    deadline = time.monotonic() + 60
-    while children_of(process.pid):
-        assert time.monotonic() < deadline, f"killed in {stage}, its children live on"
-        time.sleep(0.05)
+    assert_no_children(process.pid, f"killed in {stage}")
     return seen
-
-
-def children_of(pid: int) -> list[bytes]:
-    """Child processes that were started for ``pid``, by their command line: they have lost their parent."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"accel.child" in words and str(pid).encode() in words:
-            found.append(b" ".join(words))
-    return found
