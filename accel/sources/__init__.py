@@ -44,7 +44,7 @@ def is_source(spec: str | Path) -> bool:
     path = Path(spec)
     if path.is_dir():
         path = main_file(path) or path
-    made = manifest_path(path).is_file() and path.suffix in (".tflite", ".pb", ".pt2")
+    made = path.suffix in (".tflite", ".pb", ".pt2") and manifest_path(path).is_file()
     return path.suffix not in KINDS and not made
 
 
