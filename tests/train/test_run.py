@@ -54,6 +54,15 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
+def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if, after a quarter of its steps, the text model knows no more than how often each byte comes."""
+    line = f"train examples/gpt.toml --steps 100 --schedule.warmup=10 --out {tmp_path / 'run'} --json -q"
+    assert run(group, line.split()) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert metrics["loss"] < metrics["unigram"] - 0.6, metrics
+
+
+@pytest.mark.slow
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if what FSDP and tensor parallel trained together, or a pipeline, isn't a source for export and bench as it
     is, or the exported model isn't what was trained."""
