@@ -41,6 +41,9 @@ suite, lossy = _module("suite"), _module("lossy")
 WORLDS = (2, 4, 8)
 ROWS = [(name, world) for world in WORLDS for name in suite.rows(world)]
 EXACT = 2e-5
+# ZeRO++ in its first two losses. Its rounding adds 2e-5 (gradients) and 2e-4 (weights) to them; what is rounded in
+# another order of summing, the last bit of a float32, 6e-7 at most (40 runs of one process with such noise).
+EARLY = 5e-6
 
 
 def _reference(name: str) -> str:
@@ -52,7 +55,11 @@ def _reference(name: str) -> str:
 
 
 def _bound(name: str) -> float:
-    """The largest difference of a loss that a row may show: float32 rows 2e-5, 16-bit ones what rounding brings."""
+    """The largest difference of a loss that a row may show: float32 rows 2e-5, 16-bit ones what rounding brings. With
+    ZeRO++ a value that is rounded the other way for a last bit's sake moves the later losses: by 8e-3 at most in 12
+    runs of one process with such noise."""
+    if _reference(name).startswith("lossy"):
+        return 0.02
     if "PowerSGD" in name:
         return 0.1
     if "fp16-only" in name:
@@ -120,9 +127,12 @@ def _difference(got: list[float], expected: list[float]) -> float:
 def test_parity(results: dict[int, dict[str, Any]], alone: dict[str, list[float]], world: int, name: str) -> None:
     """Fails if ten steps of SGD with momentum on ``world`` ranks leave the losses of one process by more than the
     bound: a gradient averaged wrongly, reduced twice or not at all, a step on a stale copy, another clipping, other
-    samples. The rows of ZeRO++ have to give, within the same bound, what one process gives that rounds the same blocks
-    of the same values."""
-    assert _difference(results[world]["parity"][name], alone[_reference(name)]) < _bound(name)
+    samples. The rows of ZeRO++ have to give, at first to a quarter of what their rounding changes, what one process
+    gives that rounds the same blocks of the same values."""
+    got, expected = results[world]["parity"][name], alone[_reference(name)]
+    assert _difference(got, expected) < _bound(name)
+    if _reference(name).startswith("lossy"):
+        assert max(abs(a - b) for a, b in zip(got[:2], expected[:2], strict=True)) < EARLY
 
 
 @pytest.mark.slow
@@ -133,6 +143,8 @@ def test_the_losses_fall_and_differ(alone: dict[str, list[float]]) -> None:
     assert alone["decoder"][-1] < alone["decoder"][0] - 0.05
     others = [name for name in alone if name not in ("plain", "decoder")]
     assert all(_difference(alone[name], alone["plain"]) > 10 * EXACT for name in others)
+    for name in (name for name in alone if name.startswith("lossy")):
+        assert max(abs(a - b) for a, b in zip(alone[name][:2], alone["plain"][:2], strict=True)) > 2 * EARLY
 
 
 @pytest.mark.slow
@@ -284,8 +296,9 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
             "Ten steps of SGD with momentum on a small GPT with an odd vocabulary and uneven targets, the same "
             "global batches,",
             "gloo on the CPU: the largest difference of a loss from one process in float32. The bound of ZeRO++ is the",
-            "difference of one process that rounds the same blocks of the same values, and 2e-5. Written by",
-            "`ACCEL_WRITE_PARITY=1 pytest tests/train/test_distributed.py`.",
+            "difference of one process that rounds the same blocks of the same values, and 0.02 for values that are",
+            "rounded the other way for a last bit's sake; its first two losses are those of that process to 5e-6.",
+            "Written by `ACCEL_WRITE_PARITY=1 pytest tests/train/test_distributed.py`.",
             "",
             "| layout and precision | ranks | largest difference | bound |",
             "|---|---|---|---|",
