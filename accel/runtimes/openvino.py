@@ -189,8 +189,8 @@ class OpenVinoSession(BaseSession):
         """The input as a tensor over the same memory, and the array that owns the memory."""
         if value.dtype.kind in "OUS":
             return self._ov.Tensor(value.astype(np.str_)), value
-        if not value.flags.c_contiguous:
-            value = np.ascontiguousarray(value)
+        # OpenVINO takes no memory that is read-only, as what arrives in a request is.
+        value = np.require(value, requirements=("C", "W"))
         if name in self._by_bits:
             return self._ov.Tensor(value.view(self._by_bits[name]), list(value.shape), self._types[name]), value
         return self._ov.Tensor(value, shared_memory=True), value

@@ -155,18 +155,22 @@ KINDS = {
 
 
 def test_every_dtype_goes_through(make: Make) -> None:
-    """Fails if values or dtypes change between numpy and OpenVINO, whose Python has no bfloat16."""
+    """Fails if values or dtypes change between numpy and OpenVINO, whose Python has no bfloat16, or if an array that is
+    read-only, as those of a request are, isn't taken."""
     nodes = [helper.make_node("Reshape", [dtype, "shape"], [f"{dtype}_out"]) for dtype in KINDS]
     inputs = [(dtype, kind, ["batch", 4]) for dtype, kind in KINDS.items()]
     outputs = [(f"{dtype}_out", kind, ["half", 2]) for dtype, kind in KINDS.items()]
     artifact = make(nodes, inputs, outputs, {"shape": np.array([-1, 2])})
     bits = np.array([[0, 1, 1, 0], [1, 0, 0, 1]])
     feeds = {dtype: bits.astype(numpy_dtype(dtype)) for dtype in KINDS}
-    with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
-        found = session.run(feeds)
-    for dtype, values in feeds.items():
-        assert found[f"{dtype}_out"].dtype == values.dtype
-        np.testing.assert_array_equal(found[f"{dtype}_out"], values.reshape(-1, 2))
+    for writeable in (True, False):
+        for values in feeds.values():
+            values.flags.writeable = writeable
+        with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
+            found = session.run(feeds)
+        for dtype, values in feeds.items():
+            assert found[f"{dtype}_out"].dtype == values.dtype
+            np.testing.assert_array_equal(found[f"{dtype}_out"], values.reshape(-1, 2))
 
 
 def test_scalars_and_empty_arrays(make: Make) -> None:

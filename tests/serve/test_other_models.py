@@ -1,4 +1,4 @@
-"""Models that are no ONNX: exported programs and engines."""
+"""Models that are no ONNX: OpenVINO models, exported programs and engines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
+import tritonclient.http as triton_http
 from serving import WEIGHTS, Start, ask, client, linear
 from torch import nn
 
+import accel
 from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.runtimes import base
 from accel.signature import DimRange, Signature, TensorSpec
@@ -57,6 +59,22 @@ def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
             [output] = answer.get_response().outputs
             np.testing.assert_allclose(answer.as_numpy(output.name), wanted, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(ask(made), [WEIGHTS.sum(0)], rtol=1e-5)
+    assert served.end() == 0
+
+
+def test_an_openvino_model(tmp_path: Path, serve: Any) -> None:
+    """Fails if what ``accel export --to openvino`` made isn't served over gRPC or HTTP, or a row of it is another's."""
+    made_from = linear(tmp_path / "linear")
+    accel.export(made_from, to="openvino", out=tmp_path / "models" / "linear" / "1")
+    served = serve(str(tmp_path / "models"))
+    ports = served.wait_for("serving")["ports"]
+    with client(ports["grpc"]) as made:
+        np.testing.assert_allclose(ask(made), [WEIGHTS.sum(0)], rtol=1e-5)
+    with triton_http.InferenceServerClient(f"127.0.0.1:{ports['http']}", network_timeout=60) as made:
+        x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+        tensor = triton_http.InferInput("x", [3, 4], "FP32")
+        tensor.set_data_from_numpy(x)
+        np.testing.assert_allclose(made.infer("linear", [tensor]).as_numpy("y"), x @ WEIGHTS, rtol=1e-4, atol=1e-6)
     assert served.end() == 0
 
 
