@@ -17,6 +17,7 @@ from accel.sources.weights import load_weights
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+INPUTS = "inputs.safetensors"
 
 
 def final_folder(folder: Path) -> Path | None:
@@ -59,7 +60,7 @@ def open_train_folder(folder: Path) -> Found:
     else:
         from safetensors.torch import load_file
 
-        inputs, outputs, dims = specs_from_example(module, load_file(str(folder / "inputs.safetensors"))), (), {}
+        inputs, outputs, dims = specs_from_example(module, load_file(str(folder / INPUTS))), (), {}
     source = Path(getattr(code, "__file__", "") or "")
     return Found(
         module=module,

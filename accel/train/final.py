@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.artifact import file_sha256
 from accel.errors import CannotWrite
+from accel.sources.train_folder import CONFIG, INDEX, INPUTS
 from accel.train.config import TrainConfig
 from accel.train.inputs import named_inputs
 from accel.train.layout import Ranks
@@ -129,7 +130,14 @@ def write_final(
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        _write(part, state, model=model, config=config, metrics=metrics, example=example, signature=signature)
+        about = {
+            "accel_train": FORMAT,
+            "model": model,
+            "signature": signature,
+            "metrics": dict(metrics),
+            "train": dict(config),
+        }
+        _write(part, state, example, about)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise CannotWrite(
@@ -145,14 +153,7 @@ def write_final(
 
 
 def _write(
-    part: Path,
-    state: Mapping[str, torch.Tensor],
-    *,
-    model: str,
-    config: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    example: Mapping[str, torch.Tensor],
-    signature: Mapping[str, Any] | None,
+    part: Path, state: Mapping[str, torch.Tensor], example: Mapping[str, torch.Tensor], about: Mapping[str, Any]
 ) -> None:
     from safetensors.torch import save_file
 
@@ -171,14 +172,7 @@ def _write(
         weight_map |= dict.fromkeys(group, file)
     total = sum(t.nbytes for t in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    save_file({name: value.contiguous() for name, value in example.items()}, str(part / "inputs.safetensors"))
-    body = {
-        "accel_train": FORMAT,
-        "model": model,
-        "signature": signature,
-        "metrics": dict(metrics),
-        "train": dict(config),
-        "files": {f.name: file_sha256(f) for f in sorted(part.iterdir())},
-    }
-    (part / "config.json").write_text(json.dumps(body, indent=2))
+    (part / INDEX).write_text(json.dumps(index, indent=2))
+    save_file({name: value.contiguous() for name, value in example.items()}, str(part / INPUTS))
+    body = {**about, "files": {f.name: file_sha256(f) for f in sorted(part.iterdir())}}
+    (part / CONFIG).write_text(json.dumps(body, indent=2))
