@@ -12,6 +12,7 @@ how long each row took), and less still with ``--rounds 7 --seconds 0``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
@@ -139,7 +140,8 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
-    """onnxruntime.quantization.quantize_static with its defaults, per channel, after its own pre-processing."""
+    """onnxruntime.quantization.quantize_static with its defaults, per channel, after its own pre-processing; without
+    its symbolic shapes where those can't be found, as its documentation says for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -151,7 +153,11 @@ def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
             return next(self.left, None)
 
     prepared, out = folder / "prepared.onnx", folder / "ort_static.onnx"
-    quant_pre_process(str(src.path), str(prepared))
+    with contextlib.chdir(folder):  # it leaves files where it stands
+        try:
+            quant_pre_process(str(src.path), str(prepared))
+        except Exception:
+            quant_pre_process(str(src.path), str(prepared), skip_symbolic_shape=True)
     quantize_static(str(prepared), str(out), Reader(), per_channel=True)
     return open_source(out)
 
