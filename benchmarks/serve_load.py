@@ -79,13 +79,15 @@ SCENARIOS = (
         "x:float32[batch,1024]",
         (1, 1024),
         (1, 8, 32),
-        ("accel", "floor", "mlserver", "mlserver-workers", "litserve"),
+        ("accel", "floor", "floor-model", "mlserver", "mlserver-workers", "litserve"),
         40,
     ),
     # The mean of 1 x 4 x 16 x 16 floats, 4,096 bytes: what is left is the server itself.
-    Scenario("small", "x:float32[batch,4,16,16]", (1, 4, 16, 16), (8,), ("accel", "floor"), 16),
+    Scenario("small", "x:float32[batch,4,16,16]", (1, 4, 16, 16), (8,), ("accel", "floor", "floor-model"), 16),
     # 1 x 3 x 224 x 224 floats are 602,112 bytes.
-    Scenario("image", "x:float32[batch,3,224,224]", (1, 3, 224, 224), (8,), ("accel", "floor", "mlserver"), 12),
+    Scenario(
+        "image", "x:float32[batch,3,224,224]", (1, 3, 224, 224), (8,), ("accel", "floor", "floor-model", "mlserver"), 12
+    ),
 )
 
 
@@ -152,7 +154,7 @@ def measure(
         files[is_grpc].write_bytes(body)
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     alone: list[tuple[float, float]] = []
-    servers = [s for s in scenario.peers if peers or s in ("accel", "floor")]
+    servers = [s for s in scenario.peers if peers or not s.startswith(("mlserver", "litserve"))]
     for _ in range(rounds):
         for server in servers:
             with STARTERS[server](scenario, folder, peers) as port:
@@ -380,10 +382,14 @@ def start_accel(scenario: Scenario, folder: Path, _peers: Path | None) -> contex
     return running([*words, "--grpc-port", str(port), "--http-port", str(free_port())], port)
 
 
-def start_floor(scenario: Scenario, _folder: Path, _peers: Path | None) -> contextlib.AbstractContextManager[int]:
+def start_floor(
+    scenario: Scenario, folder: Path, _peers: Path | None, runs: bool = False
+) -> contextlib.AbstractContextManager[int]:
+    """``runs``: it runs the model on the call's thread, instead of answering zeros."""
     port = free_port()
-    words = [sys.executable, str(HERE / "serve_peers" / "floor.py"), str(port), str(scenario.answer_bytes)]
-    return running(words, port)
+    model = folder / "repository" / scenario.name / "1" / "model.onnx"
+    answered = str(model) if runs else str(scenario.answer_bytes)
+    return running([sys.executable, str(HERE / "serve_peers" / "floor.py"), str(port), answered], port)
 
 
 def start_mlserver(
@@ -415,6 +421,7 @@ def start_litserve(scenario: Scenario, folder: Path, peers: Path | None) -> cont
 STARTERS: dict[str, Callable[[Scenario, Path, Path | None], contextlib.AbstractContextManager[int]]] = {
     "accel": start_accel,
     "floor": start_floor,
+    "floor-model": partial(start_floor, runs=True),
     "mlserver": start_mlserver,
     "mlserver-workers": partial(start_mlserver, workers=2),
     "litserve": start_litserve,
@@ -454,8 +461,9 @@ def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
         "",
         "Made by `python benchmarks/serve_load.py`. Two cores; the load generator (h2load) is on them as well. `floor`",
         "is a bare grpcio server in two processes that parses the request and answers without a model; like accel it",
-        "keeps freed memory (mallopt). `mlserver` runs in one process, its fastest here, `mlserver-workers` with two",
-        "workers. LitServe takes JSON. `small` runs the mean of 4 KiB, `image` the mean of 588 KiB.",
+        "keeps freed memory (mallopt). `floor-model` is the same but runs the model, on the call's thread: the least",
+        "that a Python server with this model can cost. `mlserver` runs in one process, its fastest here,",
+        "`mlserver-workers` with two workers. LitServe takes JSON. `small` runs the mean of 4 KiB, `image` of 588 KiB.",
         "",
         "| scenario | server | concurrency | requests/s | spread | p50 ms | p99 ms | failed |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,29 +1,37 @@
-"""The least a Python gRPC server can do: parse a ModelInferRequest, build a ModelInferResponse, run nothing.
+"""The least a Python gRPC server can do: parse a ModelInferRequest, build a ModelInferResponse, run nothing or a model.
 
-python floor.py PORT BYTES: BYTES is the size of the one output it answers with.
+python floor.py PORT BYTES: BYTES is the size of the one output it answers with, all zeros.
+python floor.py PORT MODEL.onnx: it runs the model, on one thread, on the call's own; no queue, no checks, no batches.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import numpy as np
 from tritonclient.grpc import service_pb2
 
 from accel.serve.process import keep_freed_memory
 
 
-def main(port: int, size: int) -> None:
+def main(port: int, answered: str) -> None:
     keep_freed_memory()
-    raw = bytes(size)
+    if os.fork() == 0:  # two processes on one port, one for each core
+        os.sched_setaffinity(0, {0})
+    else:
+        os.sched_setaffinity(0, {1})
+    run = running(answered) if answered.endswith(".onnx") else zeros(int(answered))
 
     def answer(request: Any, _context: Any) -> Any:
+        found = run(request)
         response = service_pb2.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
-        response.outputs.add(name="y", datatype="FP32", shape=[1, size // 4])
-        response.raw_output_contents.append(raw)
+        response.outputs.add(name="y", datatype="FP32", shape=found.shape)
+        response.raw_output_contents.append(found.tobytes())
         return response
 
     handlers = {
@@ -31,10 +39,6 @@ def main(port: int, size: int) -> None:
             answer, service_pb2.ModelInferRequest.FromString, service_pb2.ModelInferResponse.SerializeToString
         )
     }
-    if os.fork() == 0:  # two processes on one port, one for each core
-        os.sched_setaffinity(0, {0})
-    else:
-        os.sched_setaffinity(0, {1})
     options = [("grpc.so_reuseport", 1), ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     server = grpc.server(ThreadPoolExecutor(4), options=options)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),))
@@ -43,5 +47,25 @@ def main(port: int, size: int) -> None:
     server.wait_for_termination()
 
 
+def zeros(size: int) -> Callable[[Any], np.ndarray]:
+    found = np.zeros((1, size // 4), np.float32)
+    return lambda _request: found
+
+
+def running(model: str) -> Callable[[Any], np.ndarray]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    def run(request: Any) -> np.ndarray:
+        x = np.frombuffer(request.raw_input_contents[0], np.float32).reshape(request.inputs[0].shape)
+        (found,) = session.run(None, {request.inputs[0].name: x})
+        return found
+
+    return run
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), sys.argv[2])
