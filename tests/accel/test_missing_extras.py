@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from rich.console import Console
+
+from accel.cli.optimize import table
+from accel.errors import MissingExtra
 
 ROOT = Path(__file__).parent.parent.parent
 # What each extra brings, by the names it is imported under (protobuf comes with onnx).
 BRINGS = {
     "openvino": "openvino nncf",
-    "tensorrt-rtx": "tensorrt_rtx cuda",
+    "tensorrt-rtx": "tensorrt_rtx tensorrt_rtx_bindings cuda",
     "tensorrt": "tensorrt cuda",
     "cuda": "",  # another build of onnxruntime
     "tensorflow": "tensorflow keras tf2onnx",
@@ -36,7 +43,9 @@ USES = {
     "openvino": "accel optimize x.onnx --target openvino -o out/",
     "tensorrt-rtx": "accel optimize x.onnx --target tensorrt-rtx -o out/",
     "tensorrt": "accel optimize x.onnx --target tensorrt -o out/",
-    "cuda": "accel.load('x.onnx', runtime='onnxruntime-cuda')",
+    "cuda": "import pathlib; from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession as Session; "
+    "from accel.runtimes.base import SessionOptions; from accel.sources.onnx_file import open_onnx; "
+    "Session(open_onnx(pathlib.Path('x.onnx'), probe=False), SessionOptions())",
     "tensorflow": "accel export x.tflite -o y.onnx",
     "ncnn": "accel export x.onnx --to ncnn -o out/",
     "kernels": "from accel.kernels.units import cutlass_includes; cutlass_includes()",
@@ -117,6 +126,21 @@ def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], ex
     assert text.strip().endswith(f'is not installed; run: pip install "accel-toolchain[{extra}]"')
     assert len(text.strip().splitlines()) == 1
     assert code == 2
+
+
+def test_a_note_keeps_its_brackets() -> None:
+    """Fails if the extra that a note of accel optimize names is taken for a style, and the line installs none."""
+    note = f"no report.html: {MissingExtra('jinja2', 'report')}"
+    result: Any = SimpleNamespace(
+        artifact=SimpleNamespace(path=Path("out/model.onnx")),
+        chosen="x",
+        objective="latency",
+        candidates=(),
+        notes=(note,),
+    )
+    console = Console(file=io.StringIO(), width=140)
+    console.print(table(result))
+    assert note in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_every_extra_is_asked_for() -> None:
