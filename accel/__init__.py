@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import accel.kernels as _kernels
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -69,6 +71,16 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
+
+
+def _of_kernels(name: str) -> Any:
+    if name != "fuse":
+        raise AttributeError(f"module 'accel.kernels' has no attribute {name!r}")
+    return importlib.import_module("accel.kernels.fuse")
+
+
+# ``accel.kernels.fuse(module)`` after ``import accel`` alone. That folder has no ``__init__.py`` that could say so.
+_kernels.__dict__.setdefault("__getattr__", _of_kernels)
 
 
 def __dir__() -> list[str]:

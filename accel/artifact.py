@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,15 @@ def text_sha256(text: str) -> str:
 def canonical_json(body: Any) -> str:
     """One text for one value: sorted keys, no spaces, no NaN."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def finite_json(value: Any) -> Any:
+    """``value`` for JSON, which has no word for infinities and NaN: they become None, wherever they are in it."""
+    if isinstance(value, Mapping):
+        return {str(name): finite_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import getpass
 import importlib
 import operator
 import os
@@ -36,8 +37,20 @@ def resolve(target: str) -> Callable[..., Any]:
     return operator.attrgetter(attributes)(importlib.import_module(module))  # type: ignore[no-any-return]
 
 
+def own_temporary(folder: str) -> dict[str, str]:
+    """The environment of a process whose temporary files are to go into ``folder``, which is removed after it: its
+    libraries leave some behind (TensorFlow its generated code, torchrun its logs, multiprocessing its sockets). What
+    torch compiled stays where it is: it is there to be found again."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a container whose user has no name
+        user = f"uid_{os.getuid()}"
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")
+    return {**dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+
 class Child:
-    """A child process that answers calls one at a time.
+    """A child process that answers calls one at a time. Its temporary files go when it is closed.
 
     ``make`` (``module:factory`` with ``arguments``) is built once in the child; ``call("name", ...)`` calls its method.
     ``call("module:function", ...)`` calls a function. ``folder``: where it runs, for libraries that write where they
@@ -56,6 +69,8 @@ class Child:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         ours, theirs = Pipe()
         self._pipe: Connection = ours
+        # It ends without its own clean-up (``os._exit``), or is killed.
+        self._temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "accel.child", str(theirs.fileno()), str(os.getpid())],
@@ -69,6 +84,7 @@ class Child:
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p),
+                    **own_temporary(self._temporary.name),
                     **(env or {}),
                 },
             )
@@ -145,6 +161,7 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.kill()
         self._log.close()
+        self._temporary.cleanup()
 
     def __enter__(self) -> Child:
         return self

@@ -46,6 +46,11 @@ def no_space(error: BaseException | None) -> OSError | None:
     return None
 
 
+def one_line(error: object, most: int = 300) -> str:
+    """An error's text without its line breaks, ``most`` characters of it: short enough for a terminal."""
+    return " ".join(str(error).split())[:most]
+
+
 class AccelError(Exception):
     """The root of the tree; ``exit_code`` is what the CLI exits with."""
 

@@ -218,7 +218,7 @@ def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Art
     where = f"stage {stage.name}"
     found, properties = result.signature, dict(result.properties)
     if result.kind in READERS:
-        found, read = resolve(READERS[result.kind])(result.path)
+        found, read = resolve(READERS[result.kind])(result.path, src.signature)
         properties |= read
     _compare_specs(where, "input", src.signature.inputs, found.inputs, stage.may_change)
     if src.signature.outputs:

@@ -192,10 +192,10 @@ STAGES: tuple[Stage, ...] = (
     ),
 )
 
-# How the signature of a file is read back from the file itself, independent of the stage that wrote it.
+# How the signature of a file is read back from the file itself, independent of the stage that wrote it. An engine can't
+# be: without its GPU nothing opens it.
 READERS: dict[str, str] = {
-    "onnx": "accel.sources.onnx_file:describe",
-    "openvino": "accel.converters.openvino_from_onnx:describe",
+    kind: f"accel.converters.read_back:{kind}" for kind in ("onnx", "openvino", "torch", "tensorflow", "tflite", "ncnn")
 }
 
 

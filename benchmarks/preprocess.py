@@ -1,7 +1,7 @@
 """Is preprocessing cheaper inside the graph? A net fed with bytes through numpy on the host, and directly.
 
-    python benchmarks/preprocess.py                    # every row
-    python benchmarks/preprocess.py digits --rounds 200
+    python benchmarks/preprocess.py                    # every row that isn't there yet
+    python benchmarks/preprocess.py digits --again
 
 In turns, on one thread, in ONNX Runtime. Each row is written to benchmarks/results/preprocess.json and .md as soon as
 it is measured: median and 99th percentile of both, and how far the outputs are apart. For a quiet machine.
@@ -9,8 +9,6 @@ it is measured: median and 99th percentile of both, and how far the outputs are 
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_rows import measure_rows, row_arguments
 
 import accel
 from accel.bench.environment import environment
 from accel.converters.preprocess import PreprocessConfig
 
-RESULTS = Path(__file__).parent / "results"
 HERE = Path(__file__)
 
 
@@ -60,23 +58,11 @@ ROWS = {
 
 
 def main() -> None:
-    """Measure the rows asked for, or all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default: all")
+    """Measure the rows asked for, or all that aren't there yet."""
+    parser = row_arguments(__doc__, "digits")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    for name in asked.rows:
-        if name not in ROWS:
-            parser.error(f"no row {name}; the rows are {', '.join(ROWS)}")
-    path = asked.results / "preprocess.json"
-    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
-    for name in asked.rows or ROWS:
-        body["rows"][name] = measured(ROWS[name], asked.rounds)
-        asked.results.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(markdown(body), encoding="utf-8")
-    print(markdown(body))
+    measure_rows(parser, asked, list(ROWS), "preprocess", lambda name: measured(ROWS[name], asked.rounds), markdown)
 
 
 def measured(row: Row, rounds: int) -> dict[str, Any]:

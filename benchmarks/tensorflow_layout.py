@@ -1,7 +1,7 @@
 """Does it pay to turn TensorFlow's channels-last convolutions into ONNX's channels-first ones?
 
-    python benchmarks/tensorflow_layout.py             # every row
-    python benchmarks/tensorflow_layout.py mobilenet_v2
+    python benchmarks/tensorflow_layout.py             # every row that isn't there yet
+    python benchmarks/tensorflow_layout.py mobilenet_v2 --again
 
 Each net is converted twice, with every convolution between its two transposes and with the transposes sunk until they
 cancel, and run in ONNX Runtime and in OpenVINO, which have passes of their own against transposes. Paired blocks at
@@ -11,11 +11,11 @@ machine.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
+
+from result_rows import measure_rows, row_arguments
 
 from accel.artifact import Artifact
 from accel.bench.paired import Candidate, measure
@@ -25,30 +25,17 @@ from accel.converters.simplify import SimplifyConfig
 from accel.sources import open_source
 from accel.stage import run_stage
 
-RESULTS = Path(__file__).parent / "results"
 KERAS = Path(__file__).with_name("keras_models.py")
 ROWS = ("fer", "mobilenet_v2", "efficientnet_b0", "resnet50_v2")
 LAYOUTS = ("channels_last", "channels_first")
 
 
 def main() -> None:
-    """Measure the rows asked for, or all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default: all")
+    """Measure the rows asked for, or all that aren't there yet."""
+    parser = row_arguments(__doc__, "mobilenet_v2")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    for name in asked.rows:
-        if name not in ROWS:
-            parser.error(f"no row {name}; the rows are {', '.join(ROWS)}")
-    path = asked.results / "tensorflow_layout.json"
-    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
-    for name in asked.rows or ROWS:
-        body["rows"][name] = row(name, asked.rounds)
-        asked.results.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(markdown(body), encoding="utf-8")
-    print(markdown(body))
+    measure_rows(parser, asked, ROWS, "tensorflow_layout", lambda name: row(name, asked.rounds), markdown)
 
 
 def row(name: str, rounds: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.errors import StageFailed, UnknownName, UnsupportedHere
+from accel.errors import StageFailed, UnknownName, UnsupportedHere, one_line
 from accel.progress import report
 from accel.stage import StageConfig
 
@@ -128,7 +128,6 @@ def _check_types(model: Any) -> None:
     import onnx
 
     from accel.runtimes.onnx_rounded import without_weights
-    from accel.sources.onnx_file import one_line
 
     try:
         onnx.shape_inference.infer_shapes(without_weights(model), check_type=True, strict_mode=True, data_prop=True)
@@ -140,8 +139,6 @@ def _check_types(model: Any) -> None:
 def _check_loads(path: Path) -> None:
     """ONNX Runtime has a float32 form of every float16 node, so what it refuses is wrong (bfloat16 it can't run)."""
     import onnxruntime
-
-    from accel.sources.onnx_file import one_line
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

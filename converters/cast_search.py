@@ -14,6 +14,7 @@ from accel.converters.cast_source import FLOAT, FORMATS, Source, largest, to_low
 from accel.errors import StageFailed
 from accel.progress import report
 from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
+from accel.verify.compare import rel_l2
 
 # How far an output may be off (relative l2) before it is asked which node the error comes from, and how much larger
 # than that of its inputs the error of a node's output has to be for the node to be the cause.
@@ -141,21 +142,14 @@ def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) 
     lost = int((compared & ~np.isfinite(found)).sum())
     error = math.inf if lost else 0.0
     if measure and not lost:
-        error = _relative(np.where(compared, wanted, 0), np.where(compared, found, 0))
+        error = rel_l2(np.where(compared, wanted, 0), np.where(compared, found, 0))
     return Seen(largest_value(wanted), lost, error)
 
 
 def _differing(wanted: np.ndarray, found: np.ndarray) -> float:
     if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # quantized values: one step is a small error
-        return _relative(wanted, found)
+        return rel_l2(wanted, found)
     return float(np.mean(wanted != found)) if wanted.size else 0.0
-
-
-def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
-    wide = wanted.astype(np.float64)
-    norm = math.sqrt(float(np.square(wide).sum()))
-    apart = math.sqrt(float(np.square(found - wide).sum()))
-    return apart / norm if norm else (0.0 if apart == 0 else math.inf)
 
 
 def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel.artifact import Artifact, beside
-from accel.errors import StageFailed
-from accel.sources.onnx_file import one_line, read_proto
+from accel.errors import StageFailed, one_line
+from accel.sources.onnx_file import read_proto
 from accel.stage import StageConfig
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.child import run_in_child
-from accel.errors import BuildFailed, ChildCrashed, MissingExtra
+from accel.errors import BuildFailed, ChildCrashed, MissingExtra, one_line
 from accel.progress import report
 from accel.signature import Signature
-from accel.sources.onnx_file import one_line
 from accel.stage import StageConfig
 
 # ncnn counts its dims without the batch.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from accel.converters.engine_from_onnx import EngineNotBuilt
 from accel.converters.preflight import preflight, refused
-from accel.errors import InvalidModel
-from accel.sources.onnx_file import one_line, read_proto
+from accel.errors import InvalidModel, one_line
+from accel.sources.onnx_file import read_proto
 
 
 def check_onnx(path: Path, capabilities: Sequence[str] = (), supported: Mapping[str, bool] | None = None) -> None:

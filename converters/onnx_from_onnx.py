@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.child import run_in_child
 from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
-from accel.errors import BadInputSpec, ChildCrashed, StageFailed
+from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
 from accel.signature import DimRange, Signature, TensorSpec, numpy_dtype
-from accel.sources.onnx_file import one_line, opset_of, read_proto
+from accel.sources.onnx_file import opset_of, read_proto
 from accel.sources.output_specs import output_specs
 from accel.stage import StageConfig
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.converters.onnx_names import rename_values
-from accel.errors import AccelError, ExportFailed, no_space
+from accel.errors import AccelError, ExportFailed, no_space, one_line
 from accel.progress import report
-from accel.sources.onnx_file import describe, one_line
+from accel.sources.onnx_file import describe
 from accel.stage import StageConfig, check_contract
 from accel.stage_table import Stage, get_stage
 from accel.verify.gates import OutputGate, worst_result

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
-from accel.errors import StageFailed
-from accel.sources.onnx_file import NAME_SCOPES, describe_model, one_line, read_proto
+from accel.errors import StageFailed, one_line
+from accel.sources.onnx_file import NAME_SCOPES, describe_model, read_proto
 from accel.sources.onnx_weights import attach, detached_bytes, is_detached, raw_pieces
 
 if TYPE_CHECKING:

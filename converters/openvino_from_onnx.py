@@ -12,12 +12,12 @@ from typing import Any
 from accel.artifact import Artifact
 from accel.child import run_in_child
 from accel.converters.openvino_softmax_guard import remove_softmax_guards
-from accel.errors import BuildFailed, CannotWrite, ChildCrashed, InvalidModel, MissingExtra
+from accel.errors import BuildFailed, CannotWrite, ChildCrashed, InvalidModel, MissingExtra, one_line
 from accel.progress import report
 from accel.runtimes.openvino import reason
 from accel.signature import Dim, Signature, TensorSpec
 from accel.sources.onnx_file import describe as describe_onnx
-from accel.sources.onnx_file import external_files, one_line, read_proto
+from accel.sources.onnx_file import external_files, read_proto
 from accel.stage import StageConfig
 
 # Where the names of the tensors and of their dynamic dims are kept inside the IR: OpenVINO has none for a dim.

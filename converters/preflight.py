@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.sources.onnx_file import one_line, read_proto
+from accel.errors import one_line
+from accel.sources.onnx_file import read_proto
 
 if TYPE_CHECKING:
     import onnx

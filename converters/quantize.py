@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.cache import unfinished
 from accel.child import Child
+from accel.cpu import int8_saturates
 from accel.errors import AccelError, CannotWrite, ChildCrashed, MissingExtra, StageFailed, UnknownName, UnsupportedHere
 from accel.progress import report
 from accel.signature import Signature
@@ -98,6 +99,13 @@ class QuantizeConfig(StageConfig):
     keep: tuple[str, ...] = ()
     block_size: int = 32
     smallest: int = 1 << 16
+    # The ort-cpu form, weights in 7 bits: for CPUs whose sums of 8-bit products saturate. None: if this CPU is one.
+    reduce_range: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce_range is None:  # settled here: it is an option of the result, recorded and keyed like any other
+            products = self.form == "ort-cpu" and self.mode in ("static", "dynamic")
+            object.__setattr__(self, "reduce_range", products and int8_saturates())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +138,11 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
     notes: dict[str, Any] = {"form": config.form, "mode": config.mode}
     if config.mode == "static":
         notes |= _calibration_notes(src, config)
-    report(f"quantize for {config.form}")
+    bits = ""
+    if config.reduce_range:
+        bits = ", weights in 7 bits (for a CPU without VNNI)"
+        notes["reduce_range"] = "weights in 7 bits: sums of 8-bit products saturate on a CPU without VNNI"
+    report(f"quantize for {config.form}{bits}")
     with tempfile.TemporaryDirectory(prefix="quantize-", dir=out.parent) as folder:
         task = make_task(src, config, model, Path(folder))
         notes |= run_task(form.runs[config.mode], task, model)

@@ -60,7 +60,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
         str(task.out),
         op_types_to_quantize=list(config.ops or ("MatMul", "Gemm", "LSTM")),
         per_channel=config.per_channel,
-        reduce_range=False,
+        reduce_range=bool(config.reduce_range),
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,
         use_external_data_format=_is_large(task.path),
@@ -94,7 +94,7 @@ def _static(
         quant_format=ort.QuantFormat.QDQ,
         op_types_to_quantize=list(ops),
         per_channel=config.per_channel,
-        reduce_range=False,  # with VNNI and on GPUs nothing saturates
+        reduce_range=bool(config.reduce_range),
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,

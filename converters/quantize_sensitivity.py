@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.converters.quantize import QuantizeConfig, Task, calibration_feeds, check_source, make_task, run_task
 from accel.progress import report
+from accel.verify.compare import rel_l2
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,9 +111,7 @@ def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
     finite = np.isfinite(wanted)
     if not np.isfinite(found[finite]).all():
         return float("inf")
-    a, b = wanted[finite].astype(np.float64), found[finite].astype(np.float64)
-    norm, apart = float(np.linalg.norm(a)), float(np.linalg.norm(b - a))
-    return apart / norm if norm else (0.0 if apart == 0 else float("inf"))
+    return rel_l2(wanted[finite], found[finite])
 
 
 def _with_both_forms(

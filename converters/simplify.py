@@ -11,9 +11,9 @@ from accel.artifact import Artifact
 from accel.child import run_in_child
 from accel.converters.cast_source import captured
 from accel.converters.onnx_write import SINGLE_FILE_BYTES, check_file, onnx_artifact, weight_bytes, write_onnx
-from accel.errors import AccelError, StageFailed
+from accel.errors import AccelError, StageFailed, one_line
 from accel.progress import report
-from accel.sources.onnx_file import describe_model, one_line, read_proto
+from accel.sources.onnx_file import describe_model, read_proto
 from accel.sources.onnx_weights import detached_bytes, is_detached, read_detached
 from accel.stage import StageConfig
 

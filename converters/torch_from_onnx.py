@@ -11,9 +11,9 @@ import torch
 
 from accel.artifact import Artifact
 from accel.converters.torch_operators import OPERATORS, OperatorNotThere, tensor
-from accel.errors import BuildFailed, StageFailed
+from accel.errors import BuildFailed, StageFailed, one_line
 from accel.progress import report
-from accel.sources.onnx_file import one_line, opset_of, read_proto
+from accel.sources.onnx_file import opset_of, read_proto
 from accel.stage import StageConfig
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.bench.energy import EnergyCounter
+from accel.cpu import cpu_flags
 from accel.stage import versions
 
 _PACKAGES = (
@@ -57,7 +58,7 @@ def peak_rss_mb(pid: int) -> float | None:
 def _cpu() -> tuple[str, list[str]]:
     info = Path("/proc/cpuinfo")
     name = _field(info, "model name") or platform.processor() or platform.machine()
-    flags = set((_field(info, "flags") or "").split())
+    flags = cpu_flags()
     return name, [f for f in _FEATURES if f in flags]
 
 

@@ -119,7 +119,9 @@ def _cost(graph: dict[str, Any]) -> list[Any]:
     from rich.markup import escape
     from rich.table import Table
 
-    sizes = ", ".join(f"{name}={size}" for name, size in graph["sizes"].items()) or "its fixed shape"
+    from accel.verify.gates import case_name
+
+    sizes = case_name(graph["sizes"])
     total = graph["flops"] or 1
     shares = ", ".join(f"{op} {n / total:.0%}" for op, n in list(graph["flops_by_operator"].items())[:6])
     form = f", counted as {graph['counted_as']}" if "counted_as" in graph else ""

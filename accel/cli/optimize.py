@@ -157,6 +157,7 @@ def command(
 def table(result: Optimization) -> Any:
     """Every candidate with its figures, and which one was taken."""
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
 
     shown = Table(title=f"{result.artifact.path}: {result.chosen}", title_justify="left")
@@ -166,7 +167,7 @@ def table(result: Optimization) -> Any:
         shown.add_column(column, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in result.candidates:
         shown.add_row(*_cells(row, result.objective))
-    return Group(shown, *result.notes)
+    return Group(shown, *map(escape, result.notes))
 
 
 def _cells(row: CandidateResult, objective: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel.errors import one_line
 from accel.signature import Signature
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
     try:
         fixed = onnx.shape_inference.infer_shapes(fixed, data_prop=True)
     except Exception as error:
-        problem = " ".join(str(error).split())[:160]
+        problem = one_line(error, 160)
     found = dict(constants)
     for value in (*fixed.graph.input, *fixed.graph.value_info, *fixed.graph.output):
         dims = value.type.tensor_type.shape.dim

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel.child import run_in_child
-from accel.errors import ChildCrashed, InvalidModel
+from accel.errors import ChildCrashed, InvalidModel, one_line
 from accel.graph.cost import Shape
 from accel.graph.foreign import ForeignGraph, Operation
 from accel.signature import Signature, TensorSpec
-from accel.sources.onnx_file import one_line
 
 _MAGIC = "7767517"
 _FREE = frozenset(

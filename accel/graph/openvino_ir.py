@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.child import run_in_child
-from accel.errors import ChildCrashed, InvalidModel, MissingExtra
+from accel.errors import ChildCrashed, InvalidModel, MissingExtra, one_line
 from accel.graph.cost import Shape
 from accel.graph.foreign import ForeignGraph, Operation
 from accel.signature import Signature, TensorSpec
@@ -95,7 +95,7 @@ def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any
     try:
         model.reshape({name: list(shape) for name, shape in shapes.items()})
     except RuntimeError as error:
-        warnings.append(f"OpenVINO can't fix its shapes: {' '.join(str(error).split())[:160]}")
+        warnings.append(f"OpenVINO can't fix its shapes: {one_line(error, 160)}")
     rows = []
     for op in model.get_ordered_ops():
         kind = op.get_type_name()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, UnsupportedHere
+from accel.errors import AccelError, UnsupportedHere, one_line
 from accel.graph.cost import GraphCost, graph_cost
-from accel.sources.onnx_file import one_line, read_proto
+from accel.sources.onnx_file import read_proto
 
 if TYPE_CHECKING:
     import onnx

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact, text_sha256
+from accel.artifact import Artifact, finite_json, text_sha256
 from accel.errors import BadData, UsageError
 from accel.runtimes.base import SessionOptions, open_session
 from accel.sources.python_object import load_object, raised
@@ -40,7 +40,7 @@ class Judgement:
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in asdict(self).items()}
+        return finite_json(asdict(self))  # type: ignore[no-any-return]
 
 
 class Judge:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import BadSource, InvalidModel
+from accel.errors import BadSource, InvalidModel, one_line
 
 # Each module has detect(path) -> bool and read(path) -> Checkpoint; the first that detects its format reads. A folder
 # of the transformers Trainer holds DeepSpeed's files beside model.safetensors: DeepSpeed, with the float32 weights, is
@@ -80,7 +80,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         checkpoint: Checkpoint = reader.read(path)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:160]  # a damaged file holds anything anywhere
+        reason = one_line(error, 160)  # a damaged file holds anything anywhere
         raise InvalidModel(
             f"{path} isn't laid out as its trainer does ({reason}); save the checkpoint again"
         ) from error

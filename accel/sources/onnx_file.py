@@ -11,6 +11,7 @@ from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.child import run_in_child
 from accel.errors import BadInputSpec, ChildCrashed, InvalidModel
+from accel.errors import one_line as one_line
 from accel.signature import Dim, DimRange, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -45,11 +46,6 @@ def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
     if not model.HasField("graph") or not model.ir_version:
         raise InvalidModel(f"{path} holds no ONNX graph; export it again")
     return model
-
-
-def one_line(error: object) -> str:
-    """An error's text without its line breaks, short enough for a terminal."""
-    return " ".join(str(error).split())[:300]
 
 
 def external_files(model: onnx.ModelProto) -> tuple[str, ...]:

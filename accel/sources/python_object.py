@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from accel.artifact import text_sha256
-from accel.errors import BadSource
+from accel.errors import BadSource, one_line
 
 
 def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
@@ -83,5 +83,5 @@ def raised(what: str, error: Exception | SystemExit) -> BadSource:
     file, line = frame.filename, frame.lineno
     if isinstance(error, SyntaxError) and error.filename:  # it has not run: the last frame is the import's own
         file, line = error.filename, error.lineno
-    reason = " ".join(str(error).split())[:200]
+    reason = one_line(error, 200)
     return BadSource(f"{what} raised {type(error).__name__}: {reason} ({Path(file).name} line {line}); mend it there")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from accel.errors import AccelError, BadSource, InvalidModel
-from accel.sources.onnx_file import one_line
+from accel.errors import AccelError, BadSource, InvalidModel, one_line
 from accel.sources.tensorflow_graph import freeze_function, freeze_session_graph, strip_dropout
 from accel.sources.tensorflow_model import Frozen, Loaded, dtype_name, plain_name
 from accel.sources.tensorflow_source import TensorFlowSpec
@@ -83,7 +82,9 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
         found = function(**dict(zip(taken, tensors, strict=True)))
         return [found[key] for key in outputs]
 
-    return _from_call(call, kinds, inputs, list(outputs), keep=loaded)
+    made = _from_call(call, kinds, inputs, list(outputs), keep=loaded)
+    made.declared = [(key, dtype_name(t.dtype), _shape(t.shape)) for key, t in outputs.items()]
+    return made
 
 
 def _from_old_signature(

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel
+from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
 from accel.signature import BATCH, Dim, Signature, TensorSpec
-from accel.sources.onnx_file import one_line
 from accel.sources.output_specs import output_specs, probe_cases
 from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 
@@ -22,6 +21,8 @@ _AGAIN = 4
 # How many models stay loaded: a conversion asks for the same one several times.
 _KEPT = 2
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
+# Name, dtype and shape of a tensor.
+Row = tuple[str, str, list[int | None] | None]
 
 
 @dataclass(kw_only=True)
@@ -30,13 +31,15 @@ class Loaded:
 
     ``call``: arrays by input name to arrays by output name. ``inputs``: their specs, None as a dim where it is open,
     and None as the shape where not even the rank is known. ``freeze``: the graph with its weights in it, and the
-    tensor names of the inputs and outputs in that graph, by the user's names.
+    tensor names of the inputs and outputs in that graph, by the user's names. ``declared``: the outputs as ``inputs``,
+    where the file says them without being run.
     """
 
     call: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
-    inputs: list[tuple[str, str, list[int | None] | None]]
+    inputs: list[Row]
     outputs: list[str]
     freeze: Callable[[], Frozen]
+    declared: Sequence[Row] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,12 @@ def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[st
             last = last or error
     assert last is not None
     raise last
+
+
+def declared(spec: TensorFlowSpec) -> tuple[list[Row], list[Row]]:
+    """Inputs and outputs as the file (a SavedModel, a TFLite file) names them itself; it is loaded and not run."""
+    model = load(spec)
+    return model.inputs, list(model.declared)
 
 
 def count(spec: TensorFlowSpec) -> dict[str, Any]:

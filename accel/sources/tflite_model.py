@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
-from accel.errors import BadSource, InvalidModel
-from accel.sources.onnx_file import one_line
-from accel.sources.tensorflow_model import Frozen, Loaded, plain_name
+from accel.errors import BadSource, InvalidModel, one_line
+from accel.sources.tensorflow_model import Frozen, Loaded, Row, plain_name
 
 if TYPE_CHECKING:
     from accel.sources.tensorflow_source import TensorFlowSpec
@@ -29,11 +28,10 @@ def load(spec: TensorFlowSpec) -> Loaded:
     except Exception as error:
         raise InvalidModel(f"TFLite can't load {path} ({one_line(error)}); convert it again") from error
     inputs, outputs = names(interpreter)
-    details = {d["index"]: d for d in interpreter.get_input_details()}
-    specs: list[tuple[str, str, list[int | None] | None]] = []
-    for name, index in inputs.items():
-        shape: list[int | None] = [int(d) if d >= 0 else None for d in details[index]["shape_signature"]]
-        specs.append((name, np.dtype(details[index]["dtype"]).name, shape))
+    starts, ends = interpreter.get_input_details(), interpreter.get_output_details()
+    specs = _rows(inputs, starts)
+    # A result whose rank the converter didn't find out is written as a scalar.
+    declared = [(name, dtype, shape or None) for name, dtype, shape in _rows(outputs, ends)]
 
     def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, index in inputs.items():
@@ -47,7 +45,16 @@ def load(spec: TensorFlowSpec) -> Loaded:
     def freeze() -> Frozen:
         raise BadSource(f"{path} is a TFLite file and has no TensorFlow graph")
 
-    return Loaded(call=call, inputs=specs, outputs=list(outputs), freeze=freeze)
+    return Loaded(call=call, inputs=specs, outputs=list(outputs), freeze=freeze, declared=declared)
+
+
+def _rows(places: Mapping[str, int], details: Sequence[Mapping[str, Any]]) -> list[Row]:
+    found = {int(d["index"]): d for d in details}
+    rows: list[Row] = []
+    for name, index in places.items():
+        shape: list[int | None] = [int(d) if d >= 0 else None for d in found[index]["shape_signature"]]
+        rows.append((name, np.dtype(found[index]["dtype"]).name, shape))
+    return rows
 
 
 def _interpreter(path: Path) -> Any:

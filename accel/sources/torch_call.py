@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.errors import BadInputSpec, BadSource
+from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec
 from accel.sources.output_specs import output_specs, probe_cases
 
@@ -141,7 +141,7 @@ def discover_outputs(
             runs.append(run_named(named, signature, feeds))
         except Exception as error:
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise BadSource(f"{where} fails in PyTorch on {shapes}: {reason}; correct --input or --dim") from error
     first = runs[0]
     if not first:

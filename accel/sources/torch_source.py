@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from accel.artifact import Artifact, combined_sha256, file_sha256, text_sha256
-from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel
+from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.checkpoint import Checkpoint, detect
 from accel.sources.declare import Declaration, Dims, Inputs, parse_dims, parse_inputs
@@ -316,4 +316,4 @@ def _check_file(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160]
+    return one_line(error, 160)

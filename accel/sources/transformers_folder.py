@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accel.errors import BadSource, InvalidModel, MissingExtra
+from accel.errors import BadSource, InvalidModel, MissingExtra, one_line
 from accel.signature import DimRange, TensorSpec
 from accel.sources.torch_source import Found
 
@@ -36,7 +36,7 @@ def open_folder(folder: Path) -> Found:
     try:
         module = kind.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise InvalidModel(f"transformers can't load {folder} as {kind.__name__}: {reason}") from error
     inputs, dims = _inputs(module)
     index = folder / "model.safetensors.index.json"

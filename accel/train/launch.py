@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import accel.errors
+from accel.child import own_temporary
 from accel.errors import AccelError, BadConfig, TrainingFailed
 from accel.progress import report
 from accel.train import watchdog
@@ -65,13 +67,14 @@ def train(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc)),
     }
-    with (out / "ranks.log").open("ab") as log:
+    temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
+    with temporary as folder, (out / "ranks.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, *program],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env={**environment, **own_temporary(folder)},
             start_new_session=True,
         )
         try:

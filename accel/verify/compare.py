@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel.artifact import finite_json
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -27,10 +29,7 @@ class Difference:
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        import math
-
-        body = asdict(self)
-        return {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in body.items()}
+        return finite_json(asdict(self))  # type: ignore[no-any-return]
 
 
 def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
@@ -52,14 +51,11 @@ def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Dif
     if not np.array_equal(ref[~finite], got[~finite], equal_nan=True):
         return _incomparable(output, "its infinities or NaN are not those of the reference")
     ref, got = np.where(finite, ref, 0.0), np.where(finite, got, 0.0)
-    error = got - ref
-    norm = float(np.linalg.norm(ref))
-    apart = float(np.linalg.norm(error))
     return Difference(
         output=output,
-        max_abs=float(np.abs(error).max(initial=0.0)),
+        max_abs=float(np.abs(got - ref).max(initial=0.0)),
         scale=float(np.abs(ref).max(initial=0.0)),
-        rel_l2=apart / norm if norm else (0.0 if apart == 0 else float("inf")),
+        rel_l2=rel_l2(ref, got),
         cosine=float(cosines(ref, got).min()),
     )
 
@@ -67,6 +63,16 @@ def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Dif
 def _incomparable(output: str, problem: str) -> Difference:
     inf = float("inf")
     return Difference(output=output, max_abs=inf, scale=0.0, rel_l2=inf, cosine=-1.0, problem=problem)
+
+
+def rel_l2(reference: np.ndarray, candidate: np.ndarray) -> float:
+    """||candidate - reference||₂ / ||reference||₂ of finite numbers, in float64; 0 where both are zero, infinite where
+    only the reference is."""
+    import numpy as np
+
+    wide = reference.astype(np.float64)
+    norm, apart = float(np.linalg.norm(wide)), float(np.linalg.norm(candidate.astype(np.float64) - wide))
+    return apart / norm if norm else (0.0 if apart == 0 else float("inf"))
 
 
 def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:

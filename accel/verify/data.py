@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from accel.artifact import Artifact, canonical_json
-from accel.errors import BadData
+from accel.errors import BadData, one_line
 from accel.signature import DimRange, Signature, numpy_dtype
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
             with archive:
                 yield archive
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error, 120)
         raise BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez") from error
 
 

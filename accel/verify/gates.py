@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, GateFailed, RunFailed
+from accel.errors import AccelError, GateFailed, RunFailed, one_line
 from accel.progress import report
 from accel.runtimes.base import BaseSession, Session, default_runtime, open_session
 from accel.signature import Signature
@@ -71,7 +71,7 @@ class OutputGate:
                 except Exception as error:
                     if isinstance(error, AccelError) and not isinstance(error, RunFailed):
                         raise
-                    reason = " ".join(str(error).split())[:300]
+                    reason = one_line(error)
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [self._result(case, d, d.rel_l2 <= self.limit, d.problem) for d in compare(wanted, found)]
         return results
@@ -86,9 +86,9 @@ class OutputGate:
 
         cases = common.cases()
         for index, sizes in enumerate(cases):
-            yield _case_name(sizes), feeds(index, sizes)
+            yield case_name(sizes), feeds(index, sizes)
         for seed in range(len(cases), len(cases) + self.seeds - 1):
-            yield f"{_case_name(cases[0])} seed {seed}", feeds(seed, cases[0])
+            yield f"{case_name(cases[0])} seed {seed}", feeds(seed, cases[0])
         for index, batch in enumerate(dataset.batches(4, self.samples) if dataset else ()):
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
@@ -120,7 +120,8 @@ def _what_both_take(src: Signature, out: Signature) -> Signature:
     return bare.with_dims({d: r for d, r in out.dims.items() if d in bare.dims})
 
 
-def _case_name(sizes: Mapping[str, int]) -> str:
+def case_name(sizes: Mapping[str, int]) -> str:
+    """What a shape is called where it is spoken of: ``batch=1, sequence=128``."""
     return ", ".join(f"{dim}={size}" for dim, size in sizes.items()) or "its fixed shape"
 
 

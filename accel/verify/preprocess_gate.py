@@ -11,7 +11,7 @@ from accel.artifact import Artifact
 from accel.runtimes.base import open_session
 from accel.stage import GateResult
 from accel.verify.compare import compare
-from accel.verify.gates import gate_runtime
+from accel.verify.gates import case_name, gate_runtime
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,13 +57,12 @@ class PreprocessGate:
                 wanted = {name: scores, **dict(rest)}
                 if self.postprocess:
                     wanted = self._after(name, scores, found)
-                case = ", ".join(f"{dim}={size}" for dim, size in sizes.items()) or "its fixed shape"
                 for difference in compare(wanted, found):
                     value = difference.rel_l2 if np.isfinite(difference.rel_l2) else 1e30
                     results.append(
                         GateResult(
                             gate=self.name,
-                            case=case,
+                            case=case_name(sizes),
                             output=difference.output,
                             metric="rel_l2",
                             value=value,

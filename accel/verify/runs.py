@@ -5,6 +5,7 @@ from __future__ import annotations
 from accel.artifact import Artifact
 from accel.errors import BadInputSpec, RunFailed
 from accel.runtimes.base import open_session
+from accel.verify.gates import case_name
 
 
 def check_runs(src: Artifact) -> None:
@@ -19,8 +20,7 @@ def check_runs(src: Artifact) -> None:
                 session.run(src.signature.example_inputs(**sizes))
             except RunFailed as error:
                 reason = str(error).partition(": ")[2].partition("; check")[0]
-                at = ", ".join(f"{dim} {size}" for dim, size in sizes.items()) or "its fixed sizes"
                 raise BadInputSpec(
-                    f"{src.path.name} fails at {at} ({reason}); say which sizes it "
+                    f"{src.path.name} fails at {case_name(sizes)} ({reason}); say which sizes it "
                     "takes with --dim NAME=MIN:OPT:MAX, and which integers with --input 'NAME:int64[DIM]{LOW..HIGH}'"
                 ) from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from accel.errors import BadData
+from accel.errors import BadData, one_line
 from accel.signature import Signature
 from accel.verify.data import data_files, fitting
 
@@ -166,5 +166,5 @@ class _Member:
 
 
 def _unreadable(file: Path, error: Exception) -> BadData:
-    reason = " ".join(str(error).split())[:120]
+    reason = one_line(error, 120)
     return BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez")

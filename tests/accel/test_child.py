@@ -7,8 +7,10 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,24 @@ def test_time_limit_kills() -> None:
     assert time.monotonic() - started < 10
     assert not _alive(child.pid)
     child.close()
+
+
+def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if what a library leaves in the temporary folder stays there when the child ends, dies or is killed; or if
+    each child compiles anew what torch keeps in that folder."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # which remembers the one from before
+    with Child() as child:
+        made = Path(child.call("tempfile:mkdtemp"))
+        assert made.is_dir()
+        assert made.parent.parent == tmp_path
+        assert Path(child.call("os:getenv", key="TORCHINDUCTOR_CACHE_DIR")).parent == tmp_path
+    with Child() as child:
+        child.call("tempfile:mkdtemp")
+        with pytest.raises(ChildCrashed):
+            child.call("os:abort")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_is_forwarded() -> None:

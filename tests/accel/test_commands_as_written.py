@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
-from accel.examples import minilm
+from accel.cli import group
+from accel.examples import demo, minilm
 
 MY_MODEL = """
 import torch
@@ -71,6 +73,27 @@ def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ran = subprocess.run([sys.executable, "-c", PYTHON], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "array(" in ran.stdout
+
+
+def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a command of the demo has an argument that there isn't, a net isn't timed beside its PyTorch, or a
+    candidate has no task metric."""
+    lines: list[tuple[str, ...]] = []
+
+    def listed(*words: str, folder: Path) -> None:
+        assert folder == tmp_path
+        lines.append(words)
+
+    monkeypatch.setattr(demo, "prepare", Path.exists)  # the data of two models: not needed here
+    monkeypatch.setattr(demo, "accel", listed)
+    demo.main(tmp_path)
+    for name, *words in lines:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None, name
+        command.make_context(name, list(words))
+    timed = {line[1]: line[line.index("--against") + 1] for line in lines if line[0] == "bench"}
+    assert timed == {"digits/": "digits-run/", "minilm/": "accel.examples.minilm:model"}
+    assert all("--metric" in line for line in lines if line[0] == "optimize")
 
 
 def minilm_outputs() -> list[str]:

@@ -45,6 +45,16 @@ def test_public_names_exist_and_are_few() -> None:
         assert getattr(accel, name).__doc__, name
 
 
+def test_kernels_are_there_without_an_import_of_their_own() -> None:
+    """Fails if ``import accel`` isn't enough for ``accel.kernels.fuse(module)``, or if it already loads torch."""
+    code = (
+        "import sys, accel; before = 'torch' in sys.modules; fuse = accel.kernels.fuse; again = accel.kernels.fuse;"
+        "from accel.kernels import fuse as named; import accel.kernels.spec;"
+        "import json; print(json.dumps([before, callable(fuse), fuse is again is named, hasattr(accel.kernels, 'x')]))"
+    )
+    assert json.loads(_python(code)) == [False, True, True, False]
+
+
 def test_unknown_name() -> None:
     """Fails if a typo gives anything but AttributeError."""
     with pytest.raises(AttributeError, match="no attribute 'exprot'"):

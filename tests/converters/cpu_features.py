@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
 import pytest
+
+from accel.cpu import int8_saturates
 
 
 def has_bf16() -> bool:
@@ -18,8 +17,5 @@ def has_bf16() -> bool:
 def needs_vnni() -> None:
     """Skip what is left of a test that bounds the error of int8 in ONNX Runtime: on an x86 CPU without VNNI its sums
     of two products saturate in 16 bits."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return
-    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
-    if not {"avx512_vnni", "avx_vnni"} & set(flags):
+    if int8_saturates():
         pytest.skip("ONNX Runtime's int8 saturates on this CPU: it has no VNNI")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_models import opened, save, two_inputs, two_inputs_engine, two_inputs_source, value
+from engine_models import opened, save, two_inputs, value
 from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
@@ -27,21 +27,6 @@ from accel.progress import watched_by
 from accel.signature import DimRange
 
 pytest.importorskip("tensorrt_rtx_bindings")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture(scope="module")
-def source(folder: Path) -> Artifact:
-    return two_inputs_source(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(source: Artifact, folder: Path) -> Artifact:
-    return two_inputs_engine(source, folder)
 
 
 def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) -> None:

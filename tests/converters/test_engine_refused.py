@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from engine_models import opened, relu, save, two_inputs, two_inputs_engine, two_inputs_source, value
+from engine_models import opened, relu, save, two_inputs, value
 from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
@@ -22,21 +22,6 @@ from accel.runtimes.base import RUNTIMES
 from accel.stage import run_stage
 
 pytest.importorskip("tensorrt_rtx_bindings")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture(scope="module")
-def source(folder: Path) -> Artifact:
-    return two_inputs_source(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(source: Artifact, folder: Path) -> Artifact:
-    return two_inputs_engine(source, folder)
 
 
 def empty(path: Path) -> Path:

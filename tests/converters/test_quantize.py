@@ -14,6 +14,7 @@ from cpu_features import needs_vnni
 from onnx import TensorProto, helper, numpy_helper
 
 import accel.converters.quantize as module
+from accel import cpu
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import Child
@@ -154,12 +155,52 @@ def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
     """Fails if per_channel is not passed on: the small channels of the depthwise convolution would be zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
-    fine = quantize(src, QuantizeConfig(data=data), tmp_path / "a.onnx")
-    coarse = quantize(src, QuantizeConfig(data=data, per_channel=False), tmp_path / "b.onnx")
+    fine = quantize(src, QuantizeConfig(data=data, reduce_range=False), tmp_path / "a.onnx")
+    coarse = quantize(src, QuantizeConfig(data=data, reduce_range=False, per_channel=False), tmp_path / "b.onnx")
     assert constants(coarse)["w2_scale"].shape in ((), (1,))
     small = constants(coarse)["w2_quantized"][:4]
     assert np.abs(small).max() <= 1
     assert np.abs(constants(fine)["w2_quantized"][:4]).max() >= 100
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Fails if weights keep 8 bits on a CPU without VNNI or lose one on any other, if the manifest doesn't say which,
+    or if one CPU is given what the cache holds for the other."""
+    src = (conv_net if mode == "static" else attention_net)(tmp_path / "m.onnx")
+    data = calibration(src, tmp_path / "d.npz") if mode == "static" else None
+    for saturates, most in ((True, 64), (False, 127)):
+        monkeypatch.setattr(module, "int8_saturates", lambda found=saturates: found)
+        made = run_stage("quantize", src, QuantizeConfig(mode=mode, data=data), cache=StageCache(tmp_path / "cache"))
+        weights = [value for value in constants(made).values() if value.dtype == np.int8 and value.ndim > 1]
+        assert max(int(np.abs(value.astype(int)).max()) for value in weights) == most
+        record = made.history[-1]
+        assert record["options"]["reduce_range"] is saturates
+        assert ("reduce_range" in record["notes"]) is saturates
+    for form in ("openvino", "tensorrt"):
+        assert QuantizeConfig(form=form).reduce_range is False
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "saturates"),
+    [
+        ("x86_64", "fpu avx2 avx512_vnni", False),
+        ("x86_64", "fpu avx2 avx_vnni", False),
+        ("x86_64", "fpu avx2 avx512f", True),
+        ("AMD64", None, True),  # a system that doesn't say
+        ("aarch64", None, False),
+    ],
+)
+def test_which_cpus_saturate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str | None, saturates: bool
+) -> None:
+    """Fails if the instructions of the CPU aren't what decides."""
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"processor\t: 0\nvmx flags\t: vnmi\nflags\t\t: {flags}\nbugs\t\t: none\n\n")
+    monkeypatch.setattr(cpu, "_INFO", info)
+    monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
+    assert cpu.int8_saturates() is saturates
 
 
 def test_dynamic_form(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ def tensorflow_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what ``make_models.py`` makes."""
     folder = tmp_path_factory.mktemp("tensorflow")
     words = [sys.executable, "-W", "ignore", str(HERE / "make_models.py"), str(folder)]
-    ran = subprocess.run(words, capture_output=True, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("t"))}  # TensorFlow leaves files there
+    ran = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return folder
 

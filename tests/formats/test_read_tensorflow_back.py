@@ -1,0 +1,67 @@
+"""What TensorFlow's files say of themselves is what counts, not what the stage says that wrote them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.artifact import Artifact
+from accel.child import resolve
+from accel.errors import SignatureDrift
+from accel.signature import Signature, TensorSpec
+from accel.stage import run_stage
+from accel.stage_table import get_stage
+
+SAVED, LITE = "saved_model_from_onnx", "tflite_from_saved_model"
+
+
+@pytest.mark.parametrize(
+    ("stage", "written", "takes", "gives", "words"),
+    [
+        (SAVED, "dropout", "x:float32[batch,6]", "logits:float32[batch,2]", ""),
+        (SAVED, "dropout", "x:float32[batch,6]", "scores:float32[batch,2]", "lost the output 'scores'"),
+        (SAVED, "dropout", "x:float32[batch,6]", "logits:float16[batch,2]", "made the output 'logits'"),
+        (SAVED, "gelu", "x:float32[batch,6,4]", "y:float32[batch,6,4]", "'batch' of the input 'x' into 1"),
+        (SAVED, "gelu", "z:float32[1,6,4]", "y:float32[1,6,4]", "lost the input 'z'"),
+        (LITE, "noise.tflite", "x:float32[2,64]", "place:int32[2]", ""),
+        (LITE, "noise.tflite", "x:float32[2,64]", "where:int32[2]", "lost the output 'where'"),
+        (LITE, "noise.tflite", "x:float32[batch,64]", "place:int32[batch]", "into 2"),
+    ],
+)
+def test_tensorflow_files(
+    tensorflow_models: Path,
+    tmp_path: Path,
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    written: str,
+    takes: str,
+    gives: str,
+    words: str,
+) -> None:
+    """Fails if a stage whose file lost a name, has a batch baked in or another dtype isn't stopped: each time it claims
+    the signature of its source."""
+    row = get_stage(stage)
+    config: Any = resolve(row.config)()
+    known = Signature((TensorSpec.parse(takes),), (TensorSpec.parse(gives),))
+    (tmp_path / "source").write_bytes(b"of no account: the planted stage copies a file")
+
+    def planted(src: Artifact, config: Any, out: Path) -> Artifact:
+        main = out
+        if row.gives == "tensorflow":
+            shutil.copytree(tensorflow_models / written, out.parent, dirs_exist_ok=True)
+            main = out.parent / "saved_model.pb"
+        else:
+            shutil.copyfile(tensorflow_models / written, out)
+        return Artifact(path=main, kind=row.gives, signature=src.signature)
+
+    monkeypatch.setattr(row.function.replace(":", "."), planted)
+    src = Artifact(path=tmp_path / "source", kind=row.takes[0], signature=known)
+    if not words:
+        assert run_stage(stage, src, config).signature == known
+        return
+    with pytest.raises(SignatureDrift, match=f"stage {stage} .*{words}"):
+        run_stage(stage, src, config)
