@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_sessions import Caller, FakeClock, FakeSession, run_all
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel.errors import BadFeeds
@@ -82,6 +82,9 @@ def test_the_rows_of_profiles() -> None:
     assert rows_of(PROFILES, None, 3) == (1, 2)
 
 
+@example([(1, 20)] * 5, "grouped")
+@example([(1, 20)] * 5, "rows")
+@example([(4, 8), (1, 32), (4, 8), (1, 32)], "as they came")
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 16), st.integers(1, 66)), min_size=1, max_size=12),
