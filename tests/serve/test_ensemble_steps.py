@@ -75,6 +75,7 @@ def reason(root: Path, name: str = "both") -> str:
         ("max_batch_size: 8", "max_batch_size: 9", "'linear' which allows maximum batch size 8"),
         ("max_batch_size: 8", "max_batch_size: 8 response_cache { enable: true }", "can't have response_cache"),
         ("max_batch_size: 8", "max_batch_size: 8 instance_group { count: 2 }", "can't have instance_group"),
+        ("dims: [4]", "dims: [4] optional: true", "a step needs the input 'image'; take optional out"),
         ("dims: [4]", "dims: [-1]", ""),
     ],
 )

@@ -119,6 +119,7 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
         ('max_batch_size: 4 output { name: "y" label_filename: "../l" }', "has to be a plain file name"),
         ('backend: "python"', "is Python code, which is not run"),
         ("version_policy { specific { versions: [7] } }", "version 7"),
+        ('input { name: "x" optional: true }', "the model has no default for it, so it can't be optional"),
     ],
 )
 def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:
