@@ -20,6 +20,7 @@ import numpy as np
 
 from accel.errors import AccelError
 from accel.serve.inference import Code, InferenceRequest, ServeError
+from accel.serve.profiles import FittingRows, Shapes
 from accel.serve.queue import NEVER, Entry, RequestQueue
 from accel.serve.scheduling import Scheduling
 
@@ -79,6 +80,7 @@ class RowBatching:
             size for size in scheduling.allowed or () if not self.batched or size <= scheduling.max_batch_size
         )
         self.limit = (self.sizes[-1] if self.sizes else scheduling.max_batch_size) if self.batched else 1
+        self._fitting = FittingRows(scheduling.profiles, self.limit) if scheduling.profiles and self.batched else None
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
@@ -100,7 +102,28 @@ class RowBatching:
             rows = first
         if rows > self.limit:
             raise self._refused(f"inference request batch-size must be <= {self.limit} for '{self.name}'")
+        if self._fitting is not None:
+            self._check_profiles(rows, self._fitting.of(_shapes(request)))
         return max(rows, 1)
+
+    def _check_profiles(self, rows: int, sizes: Sequence[int]) -> None:
+        if not sizes:
+            raise self._refused(f"the shapes are off the optimization profiles of model '{self.name}'; pad or cut them")
+        if rows > sizes[-1]:
+            raise self._refused(
+                f"inference request batch-size must be <= {sizes[-1]} at these shapes for '{self.name}'"
+            )
+
+    def sizes_of(self, entries: Sequence[Entry]) -> Sequence[int]:
+        """The sizes that the model takes of a batch of ``entries``; none where it takes every one."""
+        return self.sizes if self._fitting is None else self._fitting.of(_shapes(entries[0].request))
+
+    def limit_of(self, entries: Sequence[Entry]) -> int:
+        """The largest of them."""
+        if self._fitting is None:
+            return self.limit
+        sizes = self.sizes_of(entries)
+        return sizes[-1] if sizes else 0
 
     @staticmethod
     def _refused(message: str) -> ServeError:
@@ -130,15 +153,17 @@ class RowBatching:
     def _gather(self, queue: RequestQueue, head: Entry) -> tuple[list[Entry], bool]:
         """Those that may be run with ``head`` and fit, and whether the next one, or none at all, wouldn't."""
         found: list[Entry] = []
-        rows = 0
+        rows, limit = 0, self.limit
         for entry in queue:
             if entry.key != head.key:
                 continue
-            if rows + entry.rows > self.limit:
+            if self._fitting is not None:
+                limit = self.limit_of([*found, entry])
+            if rows + entry.rows > limit:
                 return found, True
             found.append(entry)
             rows += entry.rows
-            if rows == self.limit:
+            if rows == limit:
                 return found, True
         return found, False
 
@@ -150,19 +175,20 @@ class RowBatching:
 
     def _cut(self, found: list[Entry], totals: Sequence[int]) -> list[Entry]:
         """``found`` cut to a size that the model takes, where one is filled well enough."""
-        if not self.sizes:
+        if not self.sizes and self._fitting is None:
             return found
         whole = totals[len(found) - 1]
-        exact = [i for i in range(1, len(found) + 1) if totals[i - 1] in self.sizes]
+        exact = [i for i in range(1, len(found) + 1) if totals[i - 1] in self.sizes_of(found[:i])]
         return found[: exact[-1]] if exact and 2 * totals[exact[-1] - 1] >= whole else found
 
-    def size_for(self, rows: int) -> int:
-        """The rows of the run that ``rows`` are run in."""
-        return next((size for size in self.sizes if size >= rows), rows) if self.batched else rows
+    def size_of(self, entries: Sequence[Entry]) -> int:
+        """The rows of the run that ``entries`` are run in."""
+        rows = sum(entry.rows for entry in entries)
+        return next((size for size in self.sizes_of(entries) if size >= rows), rows) if self.batched else rows
 
     def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
         rows = sum(entry.rows for entry in entries)
-        missing = self.size_for(rows) - rows
+        missing = self.size_of(entries) - rows
         first = entries[0].request.inputs
         if len(entries) == 1 and not missing:
             return first
@@ -176,7 +202,7 @@ class RowBatching:
 
     def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
         rows = sum(entry.rows for entry in entries)
-        size = self.size_for(rows)
+        size = self.size_of(entries)
         if len(entries) == 1 and size == rows:
             return [outputs]
         for name, value in outputs.items():
@@ -190,3 +216,7 @@ class RowBatching:
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:  # noqa: ARG002 - no dim of theirs varies
         return 0, 0
+
+
+def _shapes(request: InferenceRequest) -> Shapes:
+    return tuple((name, value.shape[1:]) for name, value in request.inputs.items())

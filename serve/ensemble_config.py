@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accel.errors import BadRepository
 from accel.serve.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
-from accel.serve.inference import Answer, Executor, InferenceRequest, Ticket
-from accel.serve.model import Retired, ServedModel
-from accel.serve.model_config import ModelConfig, datatype
-from accel.serve.tensors import DATATYPES
-from accel.signature import BATCH, Dim, Signature, TensorSpec
+from accel.serve.inference import Answer, Executor, InferenceRequest, ServeError, Ticket
+from accel.serve.model import Retired, ServedModel, ServedTensor
+from accel.serve.model_config import ModelConfig, datatype, declared_signature
+from accel.serve.tensors import shape_text
+from accel.signature import Signature
 
 Get = Callable[[str, str], ServedModel]
+
+
+class StepMissing(BadRepository):
+    """A step's model doesn't serve: an ensemble that may be tried again once it does."""
 
 
 def is_ensemble(config: ModelConfig) -> bool:
@@ -26,22 +30,20 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
         raise BadRepository(f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts")
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")
+    given = {
+        "response_cache": config.response_cache.enable,
+        "instance_group": bool(config.instance_group),
+        "model_transaction_policy": config.model_transaction_policy.decoupled,
+    }
+    if refused := [field for field, there in given.items() if there]:
+        raise BadRepository(f"ensemble '{name}' can't have {refused[0]}; give it to the models that are its steps")
     config.name, config.platform = name, "ensemble"
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
-    batching = config.max_batch_size > 0
-    return Signature(
-        tuple(_spec(name, tensor, batching) for tensor in config.input),
-        tuple(_spec(name, tensor, batching) for tensor in config.output),
-    )
-
-
-def _spec(name: str, tensor: Any, batching: bool) -> TensorSpec:
-    if not tensor.data_type or not tensor.dims:
-        raise BadRepository(f"ensemble '{name}': '{tensor.name}' has to have a data_type and dims")
-    dims: list[Dim] = [BATCH] if batching else []
-    dims += [f"{tensor.name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(tensor.dims)]
-    return TensorSpec(tensor.name, DATATYPES[datatype(tensor)].field, tuple(dims))
+    for tensor in config.input:
+        if tensor.optional:
+            raise BadRepository(f"ensemble '{name}': a step needs the input '{tensor.name}'; take optional out")
+    return declared_signature(config, f"ensemble '{name}'")
 
 
 def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: str) -> Executor:
@@ -63,6 +65,88 @@ def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: 
         version=version,
         max_batch_size=config.max_batch_size,
     )
+
+
+def step_names(config: ModelConfig) -> list[str]:
+    """The models that an ensemble's config is made of, each once; none for another config."""
+    return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
+
+
+def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) -> list[str]:
+    """``names`` and the steps of those that are ensembles, each once, a step before what is made of it. In a circle
+    somebody has to be the first: it then lacks a step."""
+    order: dict[str, None] = {}
+    seen: set[str] = set()
+    left = [(name, False) for name in reversed(list(names))]
+    while left:
+        name, behind_its_steps = left.pop()
+        if behind_its_steps:
+            order[name] = None
+        elif name not in seen:
+            seen.add(name)
+            left.append((name, True))
+            left += [(step, False) for step in reversed(list(steps_of(name)))]
+    return list(order)
+
+
+def check_steps(config: ModelConfig, get: Get) -> None:
+    """Whether the models that serve now can be this ensemble's steps. ``BadRepository`` says which one can't, and why;
+    ``StepMissing`` where it doesn't serve."""
+    name, largest = config.name, config.max_batch_size
+    batch = (-1,) if largest else ()
+    known = {t.name: (f"the ensemble's input is {_kind(t, batch)}", _tensor(t, batch)) for t in config.input}
+    takers: list[tuple[str, str, ServedTensor]] = []
+    for step in config.ensemble_scheduling.step:
+        model = _step_model(name, step, get)
+        tensors = [*((k, model.inputs) for k in step.input_map), *((k, model.outputs) for k in step.output_map)]
+        for key, there in tensors:
+            if key not in there:
+                role = "input" if there is model.inputs else "output"
+                raise BadRepository(
+                    f"ensemble '{name}' maps the {role} '{key}' of step '{model.name}', which has: {', '.join(there)}"
+                )
+        if lacking := sorted(model.required.difference(step.input_map)):
+            raise BadRepository(f"ensemble '{name}' maps no tensor to the input '{lacking[0]}' of step '{model.name}'")
+        rows = model.scheduling.max_batch_size
+        if largest and (rows < largest if rows else any(there[key].shape[:1] != (-1,) for key, there in tensors)):
+            raise BadRepository(
+                f"ensemble '{name}' allows maximum batch size {largest}, but it contains model '{model.name}' which "
+                f"allows maximum batch size {rows}; lower the ensemble's max_batch_size"
+            )
+        takers += [(tensor, f"step '{model.name}' takes", model.inputs[key]) for key, tensor in step.input_map.items()]
+        for key, tensor in step.output_map.items():
+            made = model.outputs[key]
+            known[tensor] = (f"step '{model.name}' makes {made.datatype} {shape_text(made.shape)}", made)
+    takers += [(t.name, "the ensemble's output is", _tensor(t, batch)) for t in config.output]
+    for tensor, who, wanted in takers:
+        source, made = known[tensor]
+        if made.datatype != wanted.datatype or not _may_agree(made.shape, wanted.shape):
+            raise BadRepository(
+                f"ensemble '{name}', tensor '{tensor}': {source} and {who} {wanted.datatype} "
+                f"{shape_text(wanted.shape)}; make them agree"
+            )
+
+
+def _step_model(name: str, step: Any, get: Get) -> ServedModel:
+    try:
+        model = get(step.model_name, str(step.model_version) if step.model_version > 0 else "")
+    except ServeError as error:
+        raise StepMissing(f"ensemble '{name}' depends on '{step.model_name}', which is not served ({error})") from None
+    if model.scheduling.decoupled:
+        raise BadRepository(f"ensemble '{name}': the decoupled model '{model.name}' can't be a step; call it itself")
+    return model
+
+
+def _tensor(tensor: Any, batch: tuple[int, ...]) -> ServedTensor:
+    return ServedTensor(tensor.name, datatype(tensor), (*batch, *tensor.dims))
+
+
+def _kind(tensor: Any, batch: tuple[int, ...]) -> str:
+    return f"{datatype(tensor)} {shape_text((*batch, *tensor.dims))}"
+
+
+def _may_agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
 
 
 class _Serving:

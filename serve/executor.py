@@ -108,7 +108,7 @@ def _batching(
 
 def _measured(session: Session, signature: Signature, dim: str, rows: RowBatching, *, name: str) -> CostTable:
     lengths = grid(signature.dims[dim].min, signature.dims[dim].max)
-    sizes = rows.sizes or grid(1, rows.limit)
+    sizes = [size for size in grid(rows.sizes[0] if rows.sizes else 1, rows.limit) if size in (rows.sizes or (size,))]
     try:
         return measure_costs(session, dim=dim, batch=signature.batch_dim or BATCH, sizes=sizes, lengths=lengths)
     except Exception as error:

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -32,21 +30,13 @@ from accel.serve.grpc_wire import (
 from accel.serve.inference import Code, ServeError
 from accel.serve.server import InferenceServer
 from accel.serve.tensors import invalid
+from accel.serve.tls import Tls, check_certificates
 from accel.serve.transport import InferReply
 
 log = logging.getLogger("accel.serve")
 
 STATUS = {code: grpc.StatusCode[code.name] for code in Code}
 _INT32_MAX = (1 << 31) - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tls:
-    """PEM files. ``client_ca``: clients have to show a certificate that it signed (mTLS)."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
 
 
 class GrpcTransport:
@@ -67,6 +57,7 @@ class GrpcTransport:
         self._server = server
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._tls = tls
+        self._renewed: grpc.ServerCertificateConfiguration | None = None
         self._arrivals = Arrivals(threads)
         self._servicer = _Servicer(server, self._arrivals, streams=max(1, threads // 4))
         self._health = _health(server)
@@ -93,7 +84,11 @@ class GrpcTransport:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)
             else:
-                port = self._grpc.add_secure_port(self._address, _credentials(self._tls))
+                # With a certificate and a key that renew() replaces; a connection asks for them as it begins.
+                credentials = grpc.dynamic_ssl_server_credentials(
+                    _certificates(self._tls), self._take_renewed, self._tls.client_ca is not None
+                )
+                port = self._grpc.add_secure_port(self._address, credentials)
         except (RuntimeError, ValueError) as error:
             raise UnsupportedHere(
                 f"can't listen on {self._address} ({' '.join(str(error).split())[:120]}); choose another --grpc-port"
@@ -104,6 +99,14 @@ class GrpcTransport:
         self._arrivals.start()
         return int(port)
 
+    def renew(self, tls: Tls) -> None:
+        """Take these certificates for new connections. ``UnsupportedHere`` where they can't be used: the old stay."""
+        self._renewed = _certificates(tls)
+
+    def _take_renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        found, self._renewed = self._renewed, None
+        return found
+
     def stop(self, grace: float) -> None:
         """Take no new calls, wait ``grace`` seconds for those under way, then cut them off."""
         self._health.refresh()
@@ -111,13 +114,10 @@ class GrpcTransport:
         self._arrivals.stop()
 
 
-def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    try:
-        pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-        ca = tls.client_ca.read_bytes() if tls.client_ca else None
-    except OSError as error:
-        raise UnsupportedHere(f"can't read {error.filename}: {error.strerror}; check the TLS files") from None
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+def _certificates(tls: Tls) -> grpc.ServerCertificateConfiguration:
+    check_certificates(tls)
+    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    return grpc.ssl_server_certificate_configuration([pair], tls.client_ca.read_bytes() if tls.client_ca else None)
 
 
 class _Servicer:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import ssl
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
@@ -19,10 +18,8 @@ from accel.serve.access import bearer
 from accel.serve.inference import Code, ServeError, Ticket
 from accel.serve.server import InferenceServer
 from accel.serve.tensors import invalid
+from accel.serve.tls import Tls, check_certificates
 from accel.serve.transport import TRACE_HEADERS, InferCall, InferReply
-
-if TYPE_CHECKING:
-    from accel.serve.grpc_front import Tls
 
 log = logging.getLogger("accel.serve")
 
@@ -45,7 +42,7 @@ class HttpTransport:
         shared: bool = False,
     ) -> None:
         self._host, self._port, self._shared = host, port, shared
-        self._tls = _context(tls) if tls else None
+        self._tls = check_certificates(tls) if tls else None
         self._rest = _Rest(server, threads)
         self._max_message = max_message
         self._loop = asyncio.new_event_loop()
@@ -72,6 +69,15 @@ class HttpTransport:
             ) from None
         return int(self._runner.addresses[0][1])
 
+    def renew(self, tls: Tls) -> None:
+        """Take these certificates for new connections. ``UnsupportedHere`` where they can't be used: the old stay. A CA
+        that isn't among them any more is trusted until the server ends."""
+        check_certificates(tls)
+        if self._tls is not None:
+            self._tls.load_cert_chain(tls.certificate, tls.key)
+            if tls.client_ca:
+                self._tls.load_verify_locations(tls.client_ca)
+
     def stop(self, grace: float) -> None:
         """Take no new calls, wait ``grace`` seconds for those under way, then cut them off."""
         if not self._thread.is_alive():
@@ -88,18 +94,6 @@ class HttpTransport:
         if self._runner.server is not None:
             await self._runner.server.shutdown(grace)
         await self._runner.cleanup()
-
-
-def _context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(tls.certificate, tls.key)
-        if tls.client_ca:
-            context.load_verify_locations(tls.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise UnsupportedHere(f"the TLS files can't be used ({error}); check certificate, key and CA") from None
-    return context
 
 
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -182,10 +176,11 @@ class _Rest:
     # Health and metadata
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.Response()
+        return web.json_response({"live": True})  # Triton's own is empty; KServe's client reads it
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.Response(status=200 if self._server.healthy() else 503)
+        ready = self._server.healthy()
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     async def page(self, request: web.Request) -> web.Response:  # noqa: ARG002
         return web.Response(text=live.page(), headers=live.HEADERS, content_type="text/html", charset="utf-8")

@@ -142,13 +142,8 @@ def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memory
     blobs: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        if tensor.slice is not None:
-            row["parameters"] = {
-                "shared_memory_region": tensor.slice.region,
-                "shared_memory_byte_size": tensor.slice.byte_size,
-                "shared_memory_offset": tensor.slice.offset,
-            }
-        elif tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
+        # What went to shared memory comes without parameters: Triton's clients in C++ take any for those of a blob.
+        if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)

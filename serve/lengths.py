@@ -19,6 +19,7 @@ from accel.errors import BadConfig
 from accel.serve.batcher import Choice, NotBatched, RowBatching
 from accel.serve.cost_table import CostTable
 from accel.serve.inference import Code, InferenceRequest, ServeError
+from accel.serve.profiles import Shapes
 from accel.serve.queue import NEVER, Entry, RequestQueue
 from accel.serve.scheduling import LengthBatching, Scheduling
 from accel.signature import numpy_dtype
@@ -69,7 +70,7 @@ class LengthBatchingRows(RowBatching):
         self._axes = {spec.name: _axes(spec.shape, options.dim) for spec in signature.inputs}
         self._cut_axes = {spec.name: _axes(spec.shape, options.dim) for spec in signature.outputs}
         self._cut_axes |= {output: (axis,) for output, axis in options.outputs.items()}
-        self._by_length: dict[int, np.ndarray] = {}
+        self._by_length: dict[tuple[int, Any], np.ndarray] = {}
 
     def admit(self, request: InferenceRequest) -> int:
         rows = super().admit(request)
@@ -112,7 +113,7 @@ class LengthBatchingRows(RowBatching):
         window = max(_WINDOW, 2 * self.limit)
         found = list(islice((entry for entry in queue if entry.key == head.key), window))
         first = next((entry for entry in found if hurry or self.due(entry) <= now), None)
-        if first is None and sum(entry.rows for entry in found) >= self.limit:
+        if first is None and sum(entry.rows for entry in found) >= self.limit_of(found):
             first = head  # company enough has come
         if first is None:
             return Choice([], min(map(self.due, found)))
@@ -121,22 +122,42 @@ class LengthBatchingRows(RowBatching):
     def _batches(self, found: Sequence[Entry]) -> list[list[Entry]]:
         by_length = sorted(found, key=lambda entry: entry.length)
         lengths = [entry.length for entry in by_length]
-        cuts = best_cut(lengths, [entry.rows for entry in by_length], self.limit, self._cost)
+        rows = [entry.rows for entry in by_length]
+        cuts = best_cut(lengths, rows, self.limit, lambda length: self._cost(length, found[0]))
         return [by_length[begin:end] for begin, end in cuts]
 
-    def _cost(self, length: int) -> np.ndarray:
-        """By rows, those that fill up an allowed size included."""
-        found = self._by_length.get(length)
+    def _cost(self, length: int, one: Entry) -> np.ndarray:
+        """By rows, those that fill up an allowed size included, of a batch of requests like ``one``."""
+        key = (length, one.key if self._fitting is not None else None)
+        found = self._by_length.get(key)
         if found is None:
             costs = self.costs.by_rows(length, self.limit)
-            found = costs[[self.size_for(n) for n in range(self.limit + 1)]]
+            sizes = self.sizes if self._fitting is None else self._fitting.of(self._shapes_at(one, length))
+            found = costs[[next((size for size in sizes if size >= n), n) for n in range(self.limit + 1)]]
+            if self._fitting is not None:
+                found[max(sizes, default=0) + 1 :] = np.inf  # off the profiles: never the cheapest
             if len(self._by_length) < 4096:
-                self._by_length[length] = found
+                self._by_length[key] = found
         return found
+
+    def _shapes_at(self, one: Entry, length: int) -> Shapes:
+        return tuple(
+            (
+                name,
+                tuple(length if axis in self._axes.get(name, ()) else n for axis, n in enumerate(value.shape) if axis),
+            )
+            for name, value in one.request.inputs.items()
+        )
+
+    def sizes_of(self, entries: Sequence[Entry]) -> Sequence[int]:
+        """The sizes that the model takes of ``entries``, padded to the longest of them."""
+        if self._fitting is None:
+            return self.sizes
+        return self._fitting.of(self._shapes_at(entries[0], max(self._length(entry.request) for entry in entries)))
 
     def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
         rows = sum(entry.rows for entry in entries)
-        size = self.size_for(rows)
+        size = self.size_of(entries)
         feeds = [self._with_mask(entry) for entry in entries]
         if len(entries) == 1 and size == rows:
             return feeds[0]
@@ -189,7 +210,7 @@ class LengthBatchingRows(RowBatching):
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
         lengths = [self._length(entry.request) for entry in entries]
         real = sum(entry.rows * length for entry, length in zip(entries, lengths, strict=True))
-        return self.size_for(sum(entry.rows for entry in entries)) * max(lengths) - real, real
+        return self.size_of(entries) * max(lengths) - real, real
 
 
 def _axes(shape: Sequence[int | str], dim: str) -> tuple[int, ...]:

@@ -12,19 +12,22 @@ import numpy as np
 
 from accel.artifact import Artifact
 from accel.errors import AccelError, BadRepository
-from accel.runtimes.base import BaseSession, Session, open_session
+from accel.runtimes.base import BaseSession, Session, default_runtime, get_runtime, open_session
 from accel.serve import model_config
-from accel.serve.ensemble_config import Get, complete_ensemble, is_ensemble, make_ensemble
+from accel.serve.devices import runtime_for
+from accel.serve.ensemble_config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble
 from accel.serve.executor import make_executor
 from accel.serve.inference import Executor
 from accel.serve.model import ServedModel
 from accel.serve.model_config import ModelConfig
 from accel.serve.model_files import ModelFolder, Trust
 from accel.serve.pinning import PinnedSession, cores_of
+from accel.serve.profiles import read_profiles
 from accel.serve.rate_limit import RateLimiter
 from accel.serve.response_cache import ResponseCache
 from accel.serve.scheduling import Scheduling
 from accel.serve.tensors import DATATYPES
+from accel.serve.token_loop import TokenLoopSession, token_loop
 
 log = logging.getLogger("accel.serve")
 
@@ -60,13 +63,17 @@ def load_version(
     if is_ensemble(config):
         return _load_ensemble(folder, version, loading, config, files)
     artifact = folder.open(version, config, loading.trust)
-    model_config.complete(config, folder.name, artifact.signature, artifact.kind, batch_given=batch_given)
-    scheduling = model_config.scheduling(config, artifact.signature)
+    runtime = runtime_for(config, folder.name, artifact)
+    loop = token_loop(config, folder.name, artifact.signature)
+    signature = loop.offered(artifact.signature) if loop else artifact.signature
+    gpu = (get_runtime(runtime) if runtime else default_runtime(artifact)).needs_gpu
+    model_config.complete(config, folder.name, signature, artifact.kind, batch_given=batch_given, gpu=gpu)
+    scheduling = model_config.scheduling(config, signature, folder.path, read_profiles(artifact.properties))
     threads = scheduling.threads or loading.threads
     instances = iter(cores_of(config, loading.host_policies))
 
     def opened(threads: int = threads) -> Session:
-        session = open_session(artifact, None, {"threads": threads} if threads else {})
+        session = open_session(artifact, runtime, {"threads": threads} if threads else {})
         try:
             if loading.warm_up:
                 _warm_up(session, config, artifact, scheduling.max_batch_size)
@@ -77,12 +84,13 @@ def load_version(
 
     def next_instance() -> Session:
         cores = next(instances)
-        if not cores:
-            return opened()
-        return cast("Session", PinnedSession(partial(opened, scheduling.threads or len(cores)), cores))
+        session = opened() if not cores else PinnedSession(partial(opened, scheduling.threads or len(cores)), cores)
+        return cast(
+            "Session", TokenLoopSession(cast("Session", session), loop, artifact.signature) if loop else session
+        )
 
     executor = loading.make(
-        artifact.signature,
+        signature,
         scheduling,
         next_instance,
         name=folder.name,
@@ -94,7 +102,7 @@ def load_version(
         name=folder.name,
         version=version,
         config=config,
-        signature=artifact.signature,
+        signature=signature,
         scheduling=scheduling,
         executor=executor,
         labels=folder.labels(config),
@@ -106,13 +114,15 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     if loading.get is None:
         raise BadRepository(f"ensemble '{folder.name}' can't be loaded without the repository of its models")
     signature = complete_ensemble(config, folder.name)
+    executor = make_ensemble(config, signature, loading.get, version)
+    check_steps(config, loading.get)
     return ServedModel(
         name=folder.name,
         version=version,
         config=config,
         signature=signature,
         scheduling=Scheduling(max_batch_size=config.max_batch_size),
-        executor=make_ensemble(config, signature, loading.get, version),
+        executor=executor,
         labels=folder.labels(config),
         files=files,
     )

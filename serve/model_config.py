@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format, text_format
 
 from accel.errors import BadRepository
 from accel.serve import proto
-from accel.serve.scheduling import LengthBatching, QueuePolicy, Scheduling, SequenceBatching
+from accel.serve.profiles import Profile, rows_of
+from accel.serve.scheduling import LengthBatching, QueuePolicy, Scheduling
+from accel.serve.sequence_config import sequence_batching
 from accel.serve.tensors import BY_CONFIG, BY_FIELD, DATATYPES
-from accel.signature import Signature, TensorSpec
+from accel.signature import BATCH, Dim, Signature, TensorSpec
 
 # A protobuf message of the private pool: no generated class exists to annotate with.
 ModelConfig = Any
@@ -26,12 +29,7 @@ PLATFORMS = {
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
 LENGTH_GROUPING = "length_grouping"  # cost (by what the batches cost, the default) or none (as the requests came)
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
-_CONTROLS = {
-    "CONTROL_SEQUENCE_START": "START",
-    "CONTROL_SEQUENCE_READY": "READY",
-    "CONTROL_SEQUENCE_END": "END",
-    "CONTROL_SEQUENCE_CORRID": "CORRID",
-}
+TOOLKIT = "toolkit"  # what runs an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
 _NO_BATCH = -(1 << 31)
 
@@ -71,10 +69,13 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
     return body
 
 
-def complete(config: ModelConfig, name: str, signature: Signature, kind: str, *, batch_given: bool) -> None:
+def complete(
+    config: ModelConfig, name: str, signature: Signature, kind: str, *, batch_given: bool, gpu: bool = False
+) -> None:
     """Fill in what ``config`` leaves out and check the rest against the model's ``signature``.
 
     ``batch_given``: whether the file says ``max_batch_size`` itself (0 and nothing look the same in the message).
+    ``gpu``: where it runs if the config doesn't say.
     Raises ``BadRepository`` where the config contradicts the model.
     """
     if config.name and config.name != name:
@@ -98,7 +99,20 @@ def complete(config: ModelConfig, name: str, signature: Signature, kind: str, *,
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
     if not config.instance_group:
-        config.instance_group.add(name=name, count=1, kind="KIND_CPU")
+        config.instance_group.add(name=name, count=1, kind="KIND_GPU" if gpu else "KIND_CPU")
+
+
+def declared_signature(config: ModelConfig, what: str) -> Signature:
+    """The signature that the config of ``what`` declares. ``BadRepository`` where it leaves a dtype or dims out."""
+
+    def spec(tensor: Any) -> TensorSpec:
+        if not tensor.data_type or not tensor.dims:
+            raise BadRepository(f"{what}: '{tensor.name}' has to have a data_type and dims")
+        dims: list[Dim] = [BATCH] if config.max_batch_size > 0 else []
+        dims += [f"{tensor.name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(tensor.dims)]
+        return TensorSpec(tensor.name, DATATYPES[datatype(tensor)].field, tuple(dims))
+
+    return Signature(tuple(map(spec, config.input)), tuple(map(spec, config.output)))
 
 
 def _complete_tensors(
@@ -173,27 +187,38 @@ def _largest_batch(signature: Signature) -> int:
     return signature.dims[batch].max
 
 
-def scheduling(config: ModelConfig, signature: Signature) -> Scheduling:
-    """How requests are queued and batched. ``BadRepository`` for what isn't supported."""
+def scheduling(
+    config: ModelConfig, signature: Signature, folder: Path | None = None, profiles: tuple[Profile, ...] = ()
+) -> Scheduling:
+    """How requests are queued and batched. ``folder``: the model's, for what its config says is in a file;
+    ``profiles``: its engine's. ``BadRepository`` for what isn't supported."""
     name = config.name
     dynamic = config.HasField("dynamic_batching")
+    sequences = config.sequence_batching
     batching = config.dynamic_batching
+    timing: Any = batching  # what says how long to wait for company
+    if config.HasField("sequence_batching"):
+        timing = sequences.oldest if sequences.HasField("oldest") else sequences.direct
     largest = config.max_batch_size
     if dynamic and not largest:
         raise BadRepository(f"model '{name}' has dynamic_batching and max_batch_size 0; set max_batch_size")
-    preferred = tuple(sorted(batching.preferred_batch_size))
+    preferred = tuple(sorted(getattr(timing, "preferred_batch_size", ())))
     if preferred and not 0 < preferred[0] <= preferred[-1] <= largest:
         raise BadRepository(f"model '{name}': preferred_batch_size has to be from 1 to max_batch_size ({largest})")
     options = _parameters(config)
     smallest = signature.dims[signature.batch_dim].min if signature.batch_dim and largest else 1
+    allowed = tuple(range(smallest, largest + 1)) if smallest > 1 else None
+    if profiles and largest:
+        allowed = rows_of(profiles, None, largest)
     resources, resource_priority = _rate_limit(config)
-    return Scheduling(
+    made = Scheduling(
         max_batch_size=largest,
         dynamic=dynamic,
         preferred=preferred,
-        max_delay_us=batching.max_queue_delay_microseconds,
-        allowed=tuple(range(smallest, largest + 1)) if smallest > 1 else None,
-        preserve_ordering=batching.preserve_ordering,
+        max_delay_us=timing.max_queue_delay_microseconds,
+        allowed=allowed,
+        profiles=profiles,
+        preserve_ordering=getattr(timing, "preserve_ordering", False),
         priority_levels=batching.priority_levels,
         default_priority=batching.default_priority_level,
         default_policy=_policy(batching.default_queue_policy),
@@ -203,12 +228,19 @@ def scheduling(config: ModelConfig, signature: Signature) -> Scheduling:
         queue_rows=_number(name, options, QUEUE_ROWS, Scheduling.queue_rows),
         queue_bytes=_number(name, options, QUEUE_BYTES, Scheduling.queue_bytes),
         lengths=_lengths(config, signature, options) if dynamic else None,
-        sequence=_sequence(config),
+        sequence=sequence_batching(config, signature, folder),
         decoupled=config.model_transaction_policy.decoupled,
         response_cache=config.response_cache.enable,
         resources=resources,
         resource_priority=resource_priority,
     )
+    for tensor in config.input:
+        if tensor.optional and tensor.name not in made.optional_inputs:
+            raise BadRepository(
+                f"model '{name}', input '{tensor.name}': the model has no default for it, so it can't be optional; "
+                "take optional out (only the mask of a model that is batched by length is made by the server)"
+            )
+    return made
 
 
 def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
@@ -277,22 +309,6 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     if grouping not in ("cost", "none"):
         raise BadRepository(f"model '{config.name}': {LENGTH_GROUPING} is {grouping!r}; write cost or none")
     return LengthBatching(dim=dim, mask=mask, pad=pad, outputs=outputs, grouped=grouping == "cost")
-
-
-def _sequence(config: ModelConfig) -> SequenceBatching | None:
-    if not config.HasField("sequence_batching"):
-        return None
-    batching = config.sequence_batching
-    controls: dict[str, str] = {}
-    for entry in batching.control_input:
-        for control in entry.control:
-            kind = type(control).DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[control.kind].name
-            controls[_CONTROLS[kind]] = entry.name
-    return SequenceBatching(
-        states={state.output_name: state.input_name for state in batching.state},
-        controls=controls,
-        max_idle_us=batching.max_sequence_idle_microseconds or SequenceBatching.max_idle_us,
-    )
 
 
 def gives_batch(text: str) -> bool:

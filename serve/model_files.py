@@ -2,7 +2,7 @@
 
 name/config.pbtxt         optional: completed from the model's own file
 name/labels.txt           named by an output's label_filename
-name/1/model.onnx         a version: a number above 0, with model.onnx, model.xml, model.engine or model.pt2
+name/1/model.onnx         a version: a number above 0, with model.onnx, model.xml, model.engine, model.plan or model.pt2
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import KINDS, Artifact, manifest_path
+from accel.cache import StageCache
 from accel.child import resolve, run_in_child
 from accel.errors import BadRepository, ChainBroken, InvalidModel
 from accel.serve import model_config
-from accel.serve.model_config import ModelConfig
+from accel.serve.model_config import TOOLKIT, ModelConfig, declared_signature
+from accel.serve.sequence_config import INITIAL_STATES
 from accel.sources import main_file
-from accel.sources.onnx_file import external_files, open_onnx, read_proto
+from accel.sources.onnx_file import external_files, open_onnx, probe_apart, read_proto
 from accel.stage_table import READERS
 
 CONFIG = "config.pbtxt"
 TORCH_FILES = ("model.pt2", "model.pt")  # either may hold pickles
+PLAN = "model.plan"  # as Triton calls an engine
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
 
 # What a file is known by: changed bytes change it, a touched or replaced file too.
@@ -118,9 +121,9 @@ class ModelFolder:
             raise BadRepository(f"model '{self.name}': default_model_filename {named!r} has to be a plain file name")
         path = folder / named if named else main_file(folder)
         if path is None:
-            path = next((folder / name for name in TORCH_FILES if (folder / name).is_file()), None)
+            path = next((folder / name for name in (PLAN, *TORCH_FILES) if (folder / name).is_file()), None)
         if path is None or not path.is_file():
-            looked = named or "model.onnx, model.xml, model.engine or model.pt2"
+            looked = named or f"model.onnx, model.xml, model.engine, {PLAN} or model.pt2"
             raise BadRepository(f"model '{self.name}' version {version} has no {looked}")
         if path.suffix in (".pt2", ".pt"):
             if not trust.allow_pickle:
@@ -129,13 +132,18 @@ class ModelFolder:
                     "or pass --allow-pickle"
                 )
             if manifest_path(path).is_file() and not trust.insecure:
-                return _open(path, "torch", trust)
+                return _open(path, "torch", trust, config)
             from accel.sources import open_source
 
             return open_source(path)
-        if path.suffix not in KINDS:
-            raise BadRepository(f"model '{self.name}': {path.name} is none of {', '.join(KINDS)} or .pt2")
-        return _open(path, KINDS[path.suffix], trust)
+        kind = "engine" if path.suffix == Path(PLAN).suffix else KINDS.get(path.suffix)
+        if kind is None:
+            raise BadRepository(f"model '{self.name}': {path.name} is none of {', '.join(KINDS)}, .plan or .pt2")
+        found = _open(path, kind, trust, config)
+        if found.kind == "onnx":
+            # Whoever puts a file into a repository can put a manifest beside it that holds.
+            probe_apart(path, found.digest, StageCache(), crashes_only=True)
+        return found
 
     def labels(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
         """Class labels by output, from the files that the config names."""
@@ -154,21 +162,21 @@ class ModelFolder:
         return found
 
     def fingerprints(self, versions: list[str]) -> dict[str, Any]:
-        """By version what decides whether it has to be loaded again: its own files, and the config and labels."""
+        """By version what decides whether it has to be loaded again: its own files, config, labels, states."""
         shared = tuple(
             (p.name, p.stat().st_size, p.stat().st_mtime_ns, p.stat().st_ino)
             for p in sorted(self.path.iterdir())
             if p.is_file()
-        )
+        ) + fingerprint(self.path / INITIAL_STATES)
         return {version: (shared, fingerprint(self.path / version)) for version in versions}
 
 
-def _open(path: Path, kind: str, trust: Trust) -> Artifact:
+def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:
     try:
         if kind == "onnx":
             return open_onnx(path)
         if not manifest_path(path).is_file():
-            return _bare(path, kind)
+            return _bare(path, kind, config)
         artifact = Artifact.open(path)
         assert artifact.manifest is not None
         if artifact.hashes() != dict(artifact.manifest.files):
@@ -179,14 +187,20 @@ def _open(path: Path, kind: str, trust: Trust) -> Artifact:
     except (InvalidModel, ChainBroken):
         if not trust.insecure or not manifest_path(path).is_file():
             raise
-        return _bare(path, kind)
+        return _bare(path, kind, config)
 
 
-def _bare(path: Path, kind: str) -> Artifact:
-    """The file as it is, by what it declares itself. A native parser reads it in a child process."""
+def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
+    """The file as it is, by what it declares itself (an engine: by its ``config``). A native parser reads it in a child
+    process."""
+    if kind == "engine" and config.input and config.output:
+        toolkit = config.parameters[TOOLKIT].string_value if TOOLKIT in config.parameters else "tensorrt"
+        signature = declared_signature(config, path.name)
+        return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in READERS:
         raise InvalidModel(
-            f"{path} has no manifest that holds, and nothing else says what an engine takes; build it again"
+            f"{path} has no manifest that holds, and nothing else says what an engine takes; build it again, or write "
+            f"{CONFIG} with its input and output"
         )
     companions: tuple[str, ...] = (path.with_suffix(".bin").name,) if kind == "openvino" else ()
     if kind == "onnx":

@@ -16,9 +16,9 @@ from accel.serve.pinning import parse_policy
 from accel.serve.rate_limit import RateLimiter, parse_limit
 from accel.serve.repository import Repository
 from accel.serve.response_cache import ResponseCache
+from accel.serve.tls import Tls
 
 if TYPE_CHECKING:
-    from accel.serve.grpc_front import Tls
     from accel.serve.server import InferenceServer
 
 T = TypeVar("T")
@@ -77,8 +77,6 @@ class ServeOptions:
 
     def tls(self) -> Tls | None:
         """``UsageError`` where only a part of it is given."""
-        from accel.serve.grpc_front import Tls
-
         if not (self.tls_certificate or self.tls_key or self.tls_client_ca):
             return None
         if not (self.tls_certificate and self.tls_key):

@@ -7,11 +7,13 @@ command hands it on. A process that was started again asks one of the others wha
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
@@ -30,6 +32,7 @@ log = logging.getLogger("accel.serve")
 # Seconds that a process has to answer the others; to load a model takes longer. Of one that was silent once less is
 # expected until it answers again, so that nothing that needs them all waits long each time.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
+_TURN_PATIENCE = 60.0
 
 Row = tuple[str, str, ModelStatistics]
 
@@ -75,14 +78,36 @@ class Peers:
 
     def everywhere(self, what: str, *arguments: Any) -> None:
         """Run a control command here, then in every other process. ``INTERNAL`` names one that failed alone."""
-        self._apply(what, arguments)
-        failed = [
-            f"process {index}: {answer[2]}"
-            for index, answer in self._ask("apply", what, arguments)
-            if answer[0] == "error"
-        ]
+        with self._turn(_LOAD_PATIENCE if what in ("load", "unload") else _TURN_PATIENCE):
+            self._apply(what, arguments)
+            failed = [
+                f"process {index}: {answer[2]}"
+                for index, answer in self._ask("apply", what, arguments)
+                if answer[0] == "error"
+            ]
         if failed:
             raise ServeError(Code.INTERNAL, f"{what} worked in one process and not in another: {'; '.join(failed)}")
+
+    @contextlib.contextmanager
+    def _turn(self, patience: float) -> Iterator[None]:
+        """One command of the whole server at a time: two that crossed would leave the processes in different states.
+        ``UNAVAILABLE`` after ``patience`` seconds. The system ends the turn of a process that dies."""
+        if self._folder is None:
+            yield
+            return
+        with (self._folder / "turn").open("a") as file:
+            end = time.monotonic() + patience
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise ServeError(
+                            Code.UNAVAILABLE, "another command to the server has not ended; try again"
+                        ) from None
+                    time.sleep(0.005)
+            yield
 
     def _apply(self, what: str, arguments: tuple[Any, ...]) -> None:
         try:
@@ -107,15 +132,16 @@ class Peers:
 
     def catch_up(self) -> None:
         """Do what the others were told before this process was there."""
-        for _, answer in self._ask("state"):
-            if answer[0] != "done":
-                continue
-            for what, arguments in answer[1]:
-                try:
-                    self._apply(what, arguments)
-                except ServeError as error:
-                    log.error("could not catch up", extra={"command": what, "reason": str(error)})
-            return
+        with self._turn(_LOAD_PATIENCE):  # what they know must not change meanwhile
+            for _, answer in self._ask("state"):
+                if answer[0] != "done":
+                    continue
+                for what, arguments in answer[1]:
+                    try:
+                        self._apply(what, arguments)
+                    except ServeError as error:
+                        log.error("could not catch up", extra={"command": what, "reason": str(error)})
+                return
 
     def _state(self) -> list[tuple[str, tuple[Any, ...]]]:
         server = self._server

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from accel.serve.options import ServeOptions
+from accel.serve.renewal import Renewal
 from accel.serve.server import InferenceServer
 from accel.serve.transport import Transport
 
@@ -106,6 +107,7 @@ class ServingProcess:
         self.options, self._place = options, place
         self.server = options.open_server()
         self.transports = open_transports(options, self.server)
+        self.renewal = Renewal(options, self.server, self.transports.values())
         self.ports: dict[str, int] = {}
         self._stop = threading.Event()
 
@@ -125,9 +127,11 @@ class ServingProcess:
 
     def _listen(self) -> None:
         self.ports = {name: transport.start() for name, transport in self.transports.items()}
+        self.renewal.start()
 
     def stop(self) -> None:
         """Answer what was taken (new requests hear UNAVAILABLE), for at most the options' ``drain`` seconds; end."""
+        self.renewal.stop()
         done = self.server.drain(self.options.drain if self.server.taking else 0.0)
         if not done:
             log.warning("stopped before all was answered", extra={"requests": self.server.under_way})

@@ -109,7 +109,9 @@ class Replica:
             return status, {}, b"" if found is None else json.dumps(found).encode()
 
         if path in ("/v2/health/live", "/v2/health/ready"):
-            return made(None, 200 if path.endswith("live") or server.healthy() else 503)
+            what = path.rpartition("/")[2]
+            well = what == "live" or server.healthy()
+            return made({what: well}, 200 if well else 503)
         if path == "/v2":
             name, version, extensions = server.metadata(token)
             return made({"name": name, "version": version, "extensions": list(extensions)})

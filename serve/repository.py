@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import AccelError, BadRepository
+from accel.serve.ensemble_config import StepMissing, step_names, steps_first
 from accel.serve.inference import Code, ServeError
 from accel.serve.loading import Loading, load_version
 from accel.serve.model import ServedModel, unknown
@@ -39,12 +40,14 @@ class IndexRow:
 
 @dataclass
 class _Entry:
-    """What is known of one model. ``seen``: fingerprints at the last attempt to load, so that polling tries once."""
+    """What is known of one model. ``seen``: fingerprints at the last attempt to load, so that polling tries once.
+    ``lacks_step``: an ensemble that is to be tried again when another model has been loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # by version; "" for the model as a whole
     seen: Any = None
     loading: bool = False
+    lacks_step: bool = False
 
 
 class Repository:
@@ -174,7 +177,9 @@ class Repository:
             names = list(self._startup)
             for name in filter(valid_name, names):
                 self._refresh(name)
-        for name in names:
+        for name in steps_first(names, self._fetched_steps):
+            if name not in names and not (self.root / name).is_dir():
+                continue  # the ensemble says what it lacks
             try:
                 self._load(name)
             except ServeError as error:
@@ -202,13 +207,63 @@ class Repository:
     # Control
 
     def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Load or reload a model by command."""
+        """Load or reload a model by command; of an ensemble also the steps that don't serve."""
+        steps = self.steps_to_load(name, override)
+        if reason := self._unfetched.get(name):
+            raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
+        for step in steps:
+            try:
+                self._load(step)
+            except ServeError as error:  # the ensemble says what it lacks
+                log.error("model not loaded", extra={"model": step, "reason": str(error)})
+        self._load(name, override)
+        self._try_ensembles()
+
+    def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
+        """The models that an ensemble needs and that don't serve, as loading it by command loads them, too."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
-            if reason := self._unfetched.get(name):
-                raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
-        self._load(name, override)
+
+        def steps_of(one: str) -> list[str]:
+            if one == name and override is not None:
+                return step_names(override)
+            return self._fetched_steps(one)
+
+        return [one for one in steps_first([name], steps_of) if one != name and one not in self._table]
+
+    def _fetched_steps(self, name: str) -> list[str]:
+        """As ``_steps_in_config``; in the explicit mode, where nothing is fetched untold, the steps are here then."""
+        steps = self._steps_in_config(name)
+        if self.mode == "explicit":
+            for step in filter(valid_name, steps):
+                if step not in self._table:
+                    self._refresh(step)
+        return steps
+
+    def _steps_in_config(self, name: str) -> list[str]:
+        """The steps of an ensemble as its ``config.pbtxt`` has them; none where it is none, or can't be read."""
+        if not valid_name(name):
+            return []
+        try:
+            return step_names(ModelFolder(self.root / name).config()[0])
+        except (AccelError, OSError):
+            return []
+
+    def _try_ensembles(self) -> None:
+        """Load the ensembles that lacked a step, as long as that gets one further."""
+        while True:
+            with self._lock:
+                waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
+            served = 0
+            for name in waiting:
+                try:
+                    self._load(name)
+                    served += 1
+                except ServeError:
+                    continue
+            if not served:
+                return
 
     def _refresh(self, name: str | None = None) -> None:
         """Have what lies elsewhere here. A model that can't be fetched stays as it is, and the index says why."""
@@ -227,7 +282,7 @@ class Repository:
         left = [name]
         while left:
             for model in self.versions(left.pop()):
-                new = [step.model_name for step in model.config.ensemble_scheduling.step]
+                new = step_names(model.config)
                 left += [one for one in new if one not in found and one != name]
                 found |= dict.fromkeys(new)
         return [one for one in found if one != name]
@@ -270,6 +325,7 @@ class Repository:
     def _swap(self, name: str, entry: _Entry, folder: ModelFolder, override: ModelConfig | None) -> None:
         failed: dict[str, str] = {}
         made: dict[str, ServedModel] = {}
+        entry.lacks_step = False
         try:
             entry.seen = _state(folder)
             config = override if override is not None else folder.config()[0]
@@ -290,6 +346,7 @@ class Repository:
                 log.info("model loaded", extra={"model": name, "version": version})
             except Exception as error:  # whatever a runtime raises: the others keep serving
                 failed[version] = _reason(error)
+                entry.lacks_step = isinstance(error, StepMissing) and override is None
                 if old is not None:
                     made[version] = old
         # A new set that is broken as a whole leaves the old one serving.
@@ -328,7 +385,7 @@ class Repository:
     def _unload(self, name: str) -> None:
         with self._control:
             entry = self._entries[name]
-            entry.seen = None
+            entry.seen, entry.lacks_step = None, False
             self._publish(name, entry, {}, dict.fromkeys(entry.versions, UNLOADED))
             log.info("model unloaded", extra={"model": name})
 
@@ -347,15 +404,21 @@ class Repository:
         """Load what is new or changed, unload what is gone. ``BadRepository`` where what lies elsewhere is out of
         reach: then nothing is touched."""
         self._refresh()
+        loaded = False
         folders = {folder.name: folder for folder in self._folders()}
-        for name, folder in folders.items():
+        for name in steps_first(folders, self._steps_in_config):
+            if (folder := folders.get(name)) is None:
+                continue
             entry = self._entries.get(name)
             try:
                 if entry is not None and entry.seen == _state(folder):
                     continue
                 self._load(name)
+                loaded = True
             except (ServeError, OSError) as error:
                 log.error("model not loaded", extra={"model": name, "reason": str(error)})
+        if loaded:
+            self._try_ensembles()
         for name in [name for name in self._entries if name not in folders]:
             if not self.root.is_dir():  # a share that went away for a moment takes no model with it
                 return

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.serve.profiles import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +43,14 @@ class LengthBatching:
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatching:
     """Stateful models. ``states``: output name -> input name that gets it at the sequence's next request.
-    ``controls``: START, END, READY, CORRID -> input name. ``max_idle_us``: a sequence silent for longer ends."""
+    ``controls``: START, END, READY, CORRID -> input name. ``values``: what a control holds where it doesn't apply and
+    where it does, 0 and 1 where not named. ``initial``: by input name the state of a new sequence, without the batch;
+    zeros where not named. ``max_idle_us``: a sequence silent for longer ends."""
 
     states: Mapping[str, str] = field(default_factory=dict)
     controls: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    initial: Mapping[str, np.ndarray] = field(default_factory=dict)
     max_idle_us: int = 1_000_000_000
     max_sequences: int = 1024
 
@@ -49,10 +59,11 @@ class SequenceBatching:
 class Scheduling:
     """``max_batch_size``: 0 where the model has no batch dim (each request is run alone). ``dynamic``: requests of
     several callers may be run together. ``preferred``: batch sizes to wait for. ``max_delay_us``: how long the oldest
-    may wait for company. ``allowed``: batch sizes that the model takes at all (an engine's profiles), None for every.
-    ``queue_rows``/``queue_bytes``: what may wait in all, over every priority. ``response_cache``: equal requests are
-    answered from the cache of the server. ``eager``: a request that finds an instance idle and the queue empty is run
-    at once, whatever ``max_delay_us`` and ``preferred`` say; False waits for company even then, as Triton does.
+    may wait for company. ``allowed``: batch sizes that the model takes at all, None for every. ``profiles``: of an
+    engine, which say what sizes it takes at which other shapes. ``queue_rows``/``queue_bytes``: what may wait in all,
+    over every priority. ``response_cache``: equal requests are answered from the cache of the server. ``eager``: a
+    request that finds an instance idle and the queue empty is run at once, whatever ``max_delay_us`` and ``preferred``
+    say; False waits for company even then, as Triton does.
     ``resources``: what a run takes of what the models share, by name; ``resource_priority``: see ``rate_limit.py``.
     """
 
@@ -61,6 +72,7 @@ class Scheduling:
     preferred: tuple[int, ...] = ()
     max_delay_us: int = 0
     allowed: tuple[int, ...] | None = None
+    profiles: tuple[Profile, ...] = ()
     preserve_ordering: bool = False
     priority_levels: int = 0
     default_priority: int = 0

@@ -32,7 +32,7 @@ class ServerInputs:
         """The control input that ``sequence_id`` can't be given to."""
         if corrid := self._options.controls.get("CORRID"):
             try:
-                self._control(corrid, sequence_id)
+                self._correlation(corrid, sequence_id)
             except (TypeError, ValueError, OverflowError):
                 return self._specs[corrid]
         return None
@@ -42,31 +42,35 @@ class ServerInputs:
         inputs = dict(request.inputs)
         for name in self._options.states.values():
             if states is None:
-                inputs[name] = self._zeros(self._specs[name], request.inputs)
+                inputs[name] = self._first(self._specs[name], request.inputs)
             else:
                 inputs[name] = states[name]
-        values: dict[str, int | str] = {
-            "START": int(request.sequence_start),
-            "END": int(request.sequence_end),
-            "READY": 1,
-            "CORRID": request.sequence_id,
-        }
+        applies = {"START": request.sequence_start, "END": request.sequence_end, "READY": True}
         for control, name in self._options.controls.items():
-            inputs[name] = self._control(name, values[control])
+            if control == "CORRID":
+                inputs[name] = self._correlation(name, request.sequence_id)
+            else:
+                inputs[name] = self._control(name, self._options.values.get(control, (0, 1))[applies[control]])
         asked = self._outputs if request.outputs is None else request.outputs
         outputs = (*asked, *(name for name in self._options.states if name not in asked))
         return replace(request, inputs=inputs, outputs=outputs)
 
-    def _control(self, name: str, value: int | str) -> np.ndarray:
-        spec = self._specs[name]
-        shape = [size if isinstance(size, int) else 1 for size in spec.shape]
-        if spec.dtype == "string":
-            return np.full(shape, str(value), dtype=object)
-        return np.full(shape, np.array(int(value), dtype=numpy_dtype(spec.dtype)))
+    def _correlation(self, name: str, value: int | str) -> np.ndarray:
+        if self._specs[name].dtype == "string":
+            return np.full(self._one_row(name), str(value), dtype=object)
+        return self._control(name, int(value))
 
-    def _zeros(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The state of a new sequence. A dynamic dim that the request's inputs have too is as large as theirs; one that
-        only states have (what was seen so far) starts empty."""
+    def _control(self, name: str, value: float) -> np.ndarray:
+        return np.full(self._one_row(name), np.array(value, dtype=numpy_dtype(self._specs[name].dtype)))
+
+    def _one_row(self, name: str) -> list[int]:
+        return [size if isinstance(size, int) else 1 for size in self._specs[name].shape]
+
+    def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The state of a new sequence: the one given, else zeros. Of these a dynamic dim that the request's inputs have
+        too is as large as theirs; one that only states have (what was seen so far) starts empty."""
+        if (given := self._options.initial.get(spec.name)) is not None:
+            return given[None] if self._scheduling.max_batch_size else given
         known = {
             dim: size
             for name, value in inputs.items()

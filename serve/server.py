@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import accel
+from accel.errors import BadRepository
 from accel.serve.access import Access
 from accel.serve.calls import make_reply, read_request
 from accel.serve.inference import (
@@ -286,6 +287,13 @@ class InferenceServer:
             raise ServeError(
                 Code.UNIMPLEMENTED, f"the load parameter '{next(iter(given))}' is not supported; use config"
             )
+        if not self.access.open:
+            try:
+                steps = self.repository.steps_to_load(name, _override(name, text))
+            except BadRepository as error:
+                raise ServeError(Code.INVALID_ARGUMENT, str(error)) from None
+            for step in steps:
+                self.access.check(token, model=step, control=True)
         self.peers.everywhere("load", name, text)
 
     def unload(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
@@ -332,8 +340,7 @@ class InferenceServer:
         """One control command in this process alone: what ``peers`` calls in each."""
         if what == "load":
             name, text = arguments
-            override = None if text is None else parse_json(text, f"the config sent for '{name}'")
-            self.repository.load(name, override)
+            self.repository.load(name, _override(name, text))
         elif what == "unload":
             self.repository.unload(*arguments)
         elif what == "unload_others":
@@ -377,6 +384,15 @@ class InferenceServer:
     def under_way(self) -> int:
         """Requests taken and not answered."""
         return self._under_way
+
+
+def _override(name: str, text: str | None) -> ModelConfig | None:
+    if text is None:
+        return None
+    try:
+        return parse_json(text, f"the config sent for '{name}'")
+    except BadRepository as error:
+        raise ServeError(Code.INVALID_ARGUMENT, str(error)) from None
 
 
 def _stopping() -> ServeError:

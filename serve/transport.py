@@ -11,6 +11,8 @@ from accel.serve.inference import Parameter, ServeError
 if TYPE_CHECKING:
     import numpy as np
 
+    from accel.serve.tls import Tls
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -101,6 +103,10 @@ class Transport(Protocol):
 
     def start(self) -> int:
         """Listen; the port."""
+        ...
+
+    def renew(self, tls: Tls) -> None:
+        """Take these certificates for new connections. ``UnsupportedHere`` where they can't be used: the old stay."""
         ...
 
     def stop(self, grace: float) -> None:

@@ -200,7 +200,7 @@ def open_onnx(
         )
         hashes = artifact.hashes()
         if probe:
-            _probe(path, artifact.digest, cache or StageCache())
+            probe_apart(path, artifact.digest, cache or StageCache())
         source = {"kind": "onnx", "spec": str(path), "files": [_file_entry(f, hashes[f.name]) for f in files]}
         artifact = replace(artifact, source=source)
     if inputs:
@@ -242,17 +242,20 @@ def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signatur
     return signature.with_dims(dims)
 
 
-def _probe(path: Path, digest: str, cache: StageCache) -> None:
-    found = cache.get_record("probe", digest)
+def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: bool = False) -> None:
+    """``InvalidModel`` where the checker or ONNX Runtime refuse the file, or crash on it, in a child process; with
+    ``crashes_only`` not where they refuse it. Once for each ``digest``: ``cache`` keeps what was found."""
+    found = cache.get_record("probed", digest)
     if found is None:
         try:
-            found = {"error": run_in_child("accel.sources.onnx_file:check", timeout=600, path=path)}
+            refused = run_in_child("accel.sources.onnx_file:check", timeout=600, path=path)
+            found = {"error": refused, "crashed": False}
         except ChildCrashed as error:
-            found = {"error": f"it crashes the native parser ({error})"}
+            found = {"error": f"it crashes the native parser ({error})", "crashed": True}
         except TimeoutError:
-            found = {"error": "it keeps the native parser busy for more than ten minutes"}
-        cache.put_record("probe", digest, found)
-    if found["error"]:
+            found = {"error": "it keeps the native parser busy for more than ten minutes", "crashed": True}
+        cache.put_record("probed", digest, found)
+    if found["error"] and (found["crashed"] or not crashes_only):
         raise InvalidModel(f"{path}: {found['error']}; export the model again")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import threading
 from collections.abc import Iterator
@@ -67,6 +68,35 @@ def test_a_process_that_says_nothing(two: Any, tmp_path: Path, monkeypatch: Any,
     (tmp_path / "2.sock").unlink()
     within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 4}))  # one that is gone is no error
     assert two[1].log_settings({})["log_verbose_level"] == 4
+
+
+def test_commands_of_two_clients(two: Any) -> None:
+    """Fails if two commands that come at once to two processes leave these in different states."""
+    for level in range(1, 200, 2):
+        both = threading.Barrier(2)
+
+        def change(index: int, level: int = level, both: Any = both) -> None:
+            both.wait(60)
+            two[index].log_settings({"log_verbose_level": level + index})
+
+        threads = [threading.Thread(target=change, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert two[0].log_settings({}) == two[1].log_settings({}), "the commands crossed"
+
+
+def test_a_command_that_does_not_end(two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a process that stopped in the middle of a command holds up everybody for ever."""
+    monkeypatch.setattr(peers, "_TURN_PATIENCE", 0.05)
+    with (tmp_path / "turn").open("a") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        error = within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 9}))
+        assert isinstance(error, ServeError)
+        assert "another command to the server has not ended; try again" in str(error)
+    within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 9}))
+    assert two[1].log_settings({})["log_verbose_level"] == 9
 
 
 def test_strangers(two: Any, tmp_path: Path) -> None:

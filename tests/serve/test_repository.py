@@ -17,6 +17,7 @@ from serving import FLOAT, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
 
 from accel.artifact import Manifest, file_sha256, manifest_path
+from accel.cache import StageCache
 from accel.serve.inference import Code, ServeError
 from accel.serve.loading import Loading
 from accel.serve.model_files import Trust, valid_name
@@ -118,6 +119,7 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
         ('max_batch_size: 4 output { name: "y" label_filename: "../l" }', "has to be a plain file name"),
         ('backend: "python"', "is Python code, which is not run"),
         ("version_policy { specific { versions: [7] } }", "version 7"),
+        ('input { name: "x" optional: true }', "the model has no default for it, so it can't be optional"),
     ],
 )
 def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:
@@ -194,6 +196,25 @@ def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
     assert "not the file its manifest describes" in reasons(repository)["linear"]
     repository = opened(tmp_path, loading=Loading(trust=Trust(insecure=True)))
     assert scale(repository) == 2
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> None:
+    """Fails if a file that ends the process which reads it is opened here, because a manifest that holds, or one that
+    doesn't and --insecure, lies beside it."""
+    path = linear(tmp_path / "linear" / "1")
+    found = build.open_onnx(path, probe=False)
+    files = {path.name: "0" * 64} if insecure else found.hashes()
+    Manifest(kind="onnx", signature=found.signature, files=files).write(manifest_path(path))
+    crashed = {"error": "it crashes the native parser (SIGSEGV)", "crashed": True}
+    StageCache().put_record("probed", found.digest, crashed)
+    try:
+        repository = opened(tmp_path, loading=Loading(trust=Trust(insecure=insecure)))
+        assert "it crashes the native parser" in reasons(repository)["linear"]
+        StageCache().put_record("probed", found.digest, {**crashed, "crashed": False})
+        assert scale(opened(tmp_path, loading=Loading(trust=Trust(insecure=insecure)))) == 1
+    finally:
+        StageCache().put_record("probed", found.digest, {"error": None, "crashed": False})
 
 
 def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:

@@ -62,6 +62,8 @@ def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: st
         np.testing.assert_allclose(found, X @ WEIGHTS, rtol=1e-5)
         if face == "grpc":
             assert list(result.get_response().raw_output_contents) == [b""]
+        else:
+            assert set(result.get_output("y")) == {"name", "datatype", "shape"}
         client.unregister_system_shared_memory("all")
         with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'all'"):
             client.infer("linear", [given])

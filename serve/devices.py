@@ -1,0 +1,51 @@
+"""Where the instances of a model run: ``kind``, ``gpus`` and ``profile`` of its instance groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.errors import BadRepository
+from accel.runtimes.base import default_runtime, has_nvidia_gpu
+from accel.serve import proto
+
+if TYPE_CHECKING:
+    from accel.artifact import Artifact
+    from accel.serve.model_config import ModelConfig
+
+# Kinds of artifacts that run on either: what runs them on a GPU, and what on a CPU.
+_ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
+
+
+def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | None:
+    """The runtime that the instance groups ask for, None for the artifact's own. ``BadRepository`` where it is not to
+    be had here: a model never is on another device than its config says."""
+
+    def refused(what: str) -> BadRepository:
+        return BadRepository(f"model '{name}': {what}")
+
+    kinds = {proto.enum_name("ModelInstanceGroup.Kind", group.kind) for group in config.instance_group}
+    if len(kinds) > 1:
+        raise refused("its instance groups are of different kinds; give all the same")
+    kind = next(iter(kinds), "KIND_AUTO")
+    for group in config.instance_group:
+        if group.profile:
+            raise refused("the optimization profile is chosen by each batch's shapes; take profile out")
+        if group.passive or group.secondary_devices:
+            raise refused("passive instances and secondary devices are not supported; take them out")
+        if others := [gpu for gpu in group.gpus if gpu != 0]:
+            raise refused(f"instances run on the first GPU only; start a server with CUDA_VISIBLE_DEVICES={others[0]}")
+        if group.gpus and kind == "KIND_CPU":
+            raise refused("instances of KIND_CPU can't have gpus; take them out")
+    if artifact.kind == "engine":
+        if kind == "KIND_CPU":
+            raise refused("an engine runs on a GPU; write KIND_GPU")
+        return None
+    if kind == "KIND_CPU":
+        return _ON_A_CPU.get(artifact.kind) if default_runtime(artifact).needs_gpu else None
+    if kind != "KIND_GPU" and not any(group.gpus for group in config.instance_group):
+        return None
+    if artifact.kind not in _ON_A_GPU:
+        raise refused(f"nothing runs {artifact.kind} models on a GPU here; write KIND_CPU, or serve it as ONNX")
+    if not has_nvidia_gpu():
+        raise refused("its instance_group has KIND_GPU and this machine has no NVIDIA GPU; write KIND_CPU")
+    return _ON_A_GPU[artifact.kind]

@@ -1,0 +1,56 @@
+"""The optimization profiles of an engine: how many rows it takes at which other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Shape = tuple[int, ...]
+# Of each input the smallest and the largest shape, rows first.
+Profile = Mapping[str, tuple[Shape, Shape]]
+# Of each input what follows the rows.
+Shapes = tuple[tuple[str, Shape], ...]
+
+_MOST_KEPT = 4096
+
+
+def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
+    """The profiles that an artifact's manifest has of its engine; none for other artifacts."""
+    return tuple(
+        {name: (tuple(ends[0]), tuple(ends[-1])) for name, ends in profile.items()}
+        for profile in properties.get("profiles", ())
+    )
+
+
+def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int) -> tuple[int, ...]:
+    """The numbers of rows up to ``most``, ascending, of which one of ``profiles`` holds a batch of ``shapes`` (of any
+    shapes where that is None)."""
+    found: set[int] = set()
+    for profile in profiles:
+        low = max((ends[0][0] for ends in profile.values() if ends[0]), default=1)
+        high = min((ends[1][0] for ends in profile.values() if ends[1]), default=most)
+        if shapes is None or all(_holds(profile[name], shape) for name, shape in shapes if name in profile):
+            found.update(range(max(low, 1), min(high, most) + 1))
+    return tuple(sorted(found))
+
+
+def _holds(ends: tuple[Shape, Shape], shape: Shape) -> bool:
+    low, high = ends[0][1:], ends[1][1:]
+    return len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
+
+
+class FittingRows:
+    """``rows_of`` for the shapes that come."""
+
+    def __init__(self, profiles: Sequence[Profile], most: int) -> None:
+        self._profiles = profiles
+        self._most = most
+        self._known: dict[Shapes, tuple[int, ...]] = {}
+
+    def of(self, shapes: Shapes) -> tuple[int, ...]:
+        found = self._known.get(shapes)
+        if found is None:
+            found = rows_of(self._profiles, shapes, self._most)
+            if len(self._known) < _MOST_KEPT:
+                self._known[shapes] = found
+        return found

@@ -1,0 +1,154 @@
+"""``sequence_batching`` of a ``config.pbtxt``: which inputs the server makes, what they hold, how many sequences."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.errors import BadRepository
+from accel.serve import proto
+from accel.serve.inference import ServeError
+from accel.serve.scheduling import SequenceBatching
+from accel.serve.tensors import BY_CONFIG, BY_FIELD, DATATYPES, decode_raw, to_strings
+
+if TYPE_CHECKING:
+    from accel.signature import Signature, TensorSpec
+
+INITIAL_STATES = "initial_state"  # the folder beside the versions that holds them, as in Triton
+_KINDS = {
+    "CONTROL_SEQUENCE_START": "START",
+    "CONTROL_SEQUENCE_READY": "READY",
+    "CONTROL_SEQUENCE_END": "END",
+    "CONTROL_SEQUENCE_CORRID": "CORRID",
+}
+# The field that has the values for false and for true, and the dtype of an input that takes them.
+_VALUES = {"int32_false_true": "int32", "fp32_false_true": "float32", "bool_false_true": "bool"}
+
+
+def sequence_batching(config: Any, signature: Signature, folder: Path | None) -> SequenceBatching | None:
+    """None where the model has no sequences. ``folder``: the model's. ``BadRepository`` for what contradicts the model
+    or isn't supported."""
+    if not config.HasField("sequence_batching"):
+        return None
+    given = config.sequence_batching
+    if given.iterative_sequence:
+        raise _refused(config, "iterative_sequence is not supported; let the client send each step")
+    if given.direct.minimum_slot_utilization:
+        raise _refused(config, "minimum_slot_utilization is not supported; use oldest with a preferred_batch_size")
+    most = given.oldest.max_candidate_sequences
+    if most < 0:
+        raise _refused(config, f"max_candidate_sequences is {most}; write how many sequences there may be")
+    inputs = {spec.name: spec for spec in signature.inputs}
+    outputs = {spec.name: spec for spec in signature.outputs}
+    controls: dict[str, str] = {}
+    values: dict[str, tuple[float, float]] = {}
+    for entry in given.control_input:
+        if len(entry.control) != 1:
+            raise _refused(config, f"the control input '{entry.name}' has to have one control, not several or none")
+        [control] = entry.control
+        kind = _KINDS[type(control).DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[control.kind].name]
+        if kind in controls or entry.name in controls.values():
+            raise _refused(config, f"control {kind} or its input '{entry.name}' comes twice; take one out")
+        controls[kind] = entry.name
+        spec = _there(config, "control input", entry.name, inputs)
+        if kind == "CORRID":
+            _check_dtype(config, "control input", spec, control.data_type)
+        else:
+            values[kind] = _false_true(config, kind, spec, control)
+    states: dict[str, str] = {}
+    initial: dict[str, np.ndarray] = {}
+    for state in given.state:
+        spec = _there(config, "state input", state.input_name, inputs)
+        out = _there(config, "state output", state.output_name, outputs)
+        if state.output_name in states or state.input_name in states.values():
+            raise _refused(config, f"the state '{state.input_name}' comes twice; take one out")
+        for one in (spec, out):
+            _check_dtype(config, "state", one, state.data_type)
+            _check_dims(config, one, state.dims)
+        states[state.output_name] = state.input_name
+        if len(state.initial_state) > 1:
+            raise _refused(config, f"the state '{state.input_name}' has several initial states; give it one")
+        for first in state.initial_state:
+            initial[state.input_name] = _initial(config, spec, first, folder)
+    return SequenceBatching(
+        states=states,
+        controls=controls,
+        values=values,
+        initial=initial,
+        max_idle_us=given.max_sequence_idle_microseconds or SequenceBatching.max_idle_us,
+        max_sequences=most or SequenceBatching.max_sequences,
+    )
+
+
+def _refused(config: Any, what: str) -> BadRepository:
+    return BadRepository(f"model '{config.name}', sequence_batching: {what}")
+
+
+def _there(config: Any, role: str, name: str, specs: dict[str, TensorSpec]) -> TensorSpec:
+    if name not in specs:
+        raise _refused(config, f"the model has no {role} '{name}'; it has: {', '.join(specs)}")
+    return specs[name]
+
+
+def _check_dtype(config: Any, role: str, spec: TensorSpec, number: int) -> None:
+    said = BY_CONFIG.get(proto.enum_name("DataType", number))
+    if number and said != BY_FIELD.get(spec.dtype):
+        raise _refused(config, f"the {role} '{spec.name}' is {said} in the config and {spec.dtype} in the model")
+
+
+def _rows_left_out(config: Any, spec: TensorSpec) -> tuple[int | str, ...]:
+    return spec.shape[1:] if config.max_batch_size else spec.shape
+
+
+def _check_dims(config: Any, spec: TensorSpec, dims: Any) -> None:
+    wanted = _rows_left_out(config, spec)
+    fits = len(dims) == len(wanted) and all(
+        isinstance(own, str) or said in (own, -1) for own, said in zip(wanted, dims, strict=True)
+    )
+    if dims and not fits:
+        own = ["-1" if isinstance(dim, str) else str(dim) for dim in wanted]
+        raise _refused(config, f"the state '{spec.name}' has dims {list(dims)}, in the model [{', '.join(own)}]")
+
+
+def _false_true(config: Any, kind: str, spec: TensorSpec, control: Any) -> tuple[float, float]:
+    """What the input of a control holds where it doesn't apply, and where it does."""
+    found = [(field, list(getattr(control, field))) for field in _VALUES if getattr(control, field)]
+    if len(found) != 1 or len(found[0][1]) != 2:
+        raise _refused(config, f"control {kind} needs one of {', '.join(_VALUES)}, with the value of false and of true")
+    [(field, (false, true))] = found
+    if spec.dtype != _VALUES[field]:
+        raise _refused(config, f"control {kind} has {field}, but the input '{spec.name}' is {spec.dtype}")
+    return false, true
+
+
+def _initial(config: Any, spec: TensorSpec, given: Any, folder: Path | None) -> np.ndarray:
+    """The state of a new sequence, without the batch."""
+    _check_dtype(config, "initial state of", spec, given.data_type)
+    dims = tuple(int(dim) for dim in given.dims)
+    if any(dim < 0 for dim in dims):
+        raise _refused(config, f"the initial state of '{spec.name}' has dims {list(dims)}; write sizes")
+    wanted = _rows_left_out(config, spec)
+    if len(dims) != len(wanted) or any(
+        isinstance(own, int) and own != dim for own, dim in zip(wanted, dims, strict=True)
+    ):
+        raise _refused(config, f"the initial state of '{spec.name}' has dims {list(dims)}, the model takes {spec}")
+    kind = DATATYPES[BY_FIELD[spec.dtype]]
+    if given.WhichOneof("state_data") != "data_file":
+        # Of an empty string: its length.
+        raw, source = bytes(math.prod(dims) * (4 if kind.name == "BYTES" else kind.numpy.itemsize)), "zero_data"
+    else:
+        name, source = given.data_file, f"{INITIAL_STATES}/{given.data_file}"
+        if Path(name).name != name or folder is None:
+            raise _refused(config, f"the initial state's data_file {name!r} has to be a plain file name")
+        try:
+            raw = (folder / INITIAL_STATES / name).read_bytes()
+        except OSError as error:
+            raise _refused(config, f"can't read {source} ({error.strerror}); put it into the model's folder") from None
+    try:
+        found = decode_raw(spec.name, kind.name, dims, raw, config.name)
+        return to_strings(spec.name, found, config.name) if kind.name == "BYTES" else found
+    except ServeError as error:
+        raise _refused(config, f"{source} is not the state '{spec.name}': {error}") from None

@@ -1,0 +1,190 @@
+"""Models that write one token after the other, as a session that streams: what ``decoupled`` models need.
+
+Declared in the parameters of ``config.pbtxt``:
+
+stream_tokens     the input that gets tokens: (rows, length), or (rows, 1) for a model that takes one at a time
+stream_logits     the output with a number for each token of the vocabulary: (rows, vocabulary) or (rows, length, ...)
+stream_state.OUT  the input that gets the output OUT at the next step (a cache, a hidden state); made by the server.
+                  Without any the model gets everything written so far again at each step
+stream_mask       an input of ones, (rows, all tokens so far), and
+stream_positions  one with the positions of the tokens given, (rows, length): made by the server, too
+stream_end        the token that ends a row; stream_steps: how many tokens at most (256)
+
+The next token is the one with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), part by
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.errors import BadFeeds, BadRepository
+from accel.signature import Dim, Signature, TensorSpec, numpy_dtype
+
+if TYPE_CHECKING:
+    from accel.runtimes.base import Session
+    from accel.signature import Feeds
+
+TOKEN = "token"
+_PREFIX, _STATE = "stream_", "stream_state."
+_KEYS = ("stream_tokens", "stream_logits", "stream_mask", "stream_positions", "stream_end", "stream_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLoop:
+    """What is fed back. ``states``: output name -> input name; see the module for the rest."""
+
+    tokens: str
+    logits: str
+    states: Mapping[str, str]
+    mask: str | None = None
+    positions: str | None = None
+    end: int | None = None
+    steps: int = 256
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Inputs that the server makes."""
+        return frozenset([*self.states.values(), *(name for name in (self.mask, self.positions) if name)])
+
+    def offered(self, signature: Signature) -> Signature:
+        """What clients send and get of a model with this ``signature``."""
+        tokens = signature.input(self.tokens)
+        length: Dim = tokens.shape[1] if isinstance(tokens.shape[1], str) else "prompt"
+        prompt = TensorSpec(tokens.name, tokens.dtype, (tokens.shape[0], length), tokens.values)
+        inputs = [prompt if spec is tokens else spec for spec in signature.inputs if spec.name not in self.made]
+        known = {dim for spec in inputs for dim in spec.shape}
+        dims = {dim: sizes for dim, sizes in signature.dims.items() if dim in known}
+        output = TensorSpec(TOKEN, tokens.dtype, (tokens.shape[0], 1))
+        return Signature(tuple(inputs), (output,), dims)
+
+
+def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None:
+    """The loop that a model's config declares, None where it isn't decoupled. ``BadRepository`` where it is and
+    declares none, or one that isn't the model's."""
+    options = {k: v.string_value for k, v in config.parameters.items() if k.startswith(_PREFIX)}
+    decoupled = config.model_transaction_policy.decoupled
+
+    def refused(what: str) -> BadRepository:
+        return BadRepository(f"model '{name}': {what}")
+
+    if not decoupled:
+        if options:
+            raise refused(f"{min(options)} needs model_transaction_policy {{ decoupled: true }}; add it")
+        return None
+    if unknown := [key for key in options if key not in _KEYS and not key.startswith(_STATE)]:
+        raise refused(f"unknown parameter {unknown[0]}; use {', '.join(_KEYS)} or {_STATE}OUTPUT")
+    if missing := [key for key in _KEYS[:2] if not options.get(key)]:
+        raise refused(
+            f"it is decoupled, and only a token loop streams: name its input and output with the parameters "
+            f"{' and '.join(_KEYS[:2])} ({missing[0]} is missing), or take model_transaction_policy out"
+        )
+    inputs = {spec.name: spec for spec in signature.inputs}
+    outputs = {spec.name: spec for spec in signature.outputs}
+    states = {key.removeprefix(_STATE): to for key, to in options.items() if key.startswith(_STATE)}
+    named = {key: options[key] for key in ("stream_tokens", "stream_mask", "stream_positions") if key in options}
+    for key, to in [*named.items(), *((_STATE + out, to) for out, to in states.items())]:
+        if to not in inputs:
+            raise refused(f"{key} names the input '{to}', the model has: {', '.join(inputs)}")
+    for out in (options["stream_logits"], *states):
+        if out not in outputs:
+            raise refused(f"the parameters of the stream name the output '{out}', the model has: {', '.join(outputs)}")
+    taken = [*named.values(), *states.values()]
+    if twice := [to for to in taken if taken.count(to) > 1]:
+        raise refused(f"the parameters of the stream name the input '{twice[0]}' twice; each has one use")
+    tokens, logits = inputs[options["stream_tokens"]], outputs[options["stream_logits"]]
+    for spec in (inputs[to] for to in named.values()):
+        if len(spec.shape) != 2 or not spec.dtype.startswith(("int", "uint")):
+            raise refused(f"an input of the stream has to be integers of shape (rows, length), not {spec}")
+    if len(logits.shape) not in (2, 3):
+        raise refused(f"stream_logits has to be (rows, vocabulary) or (rows, length, vocabulary), it is {logits}")
+    if tokens.shape[1] != 1 and not isinstance(tokens.shape[1], str):
+        raise refused(f"stream_tokens has to have a length that is dynamic or 1, it is {tokens}")
+    if not states and not isinstance(tokens.shape[1], str):
+        raise refused(
+            f"{tokens} takes one token at a time, so the stream needs its state: {_STATE}OUTPUT with the input"
+        )
+    return TokenLoop(
+        tokens=tokens.name,
+        logits=logits.name,
+        states=states,
+        mask=options.get("stream_mask"),
+        positions=options.get("stream_positions"),
+        end=_number(options, "stream_end", refused),
+        steps=_number(options, "stream_steps", refused, least=1) or TokenLoop.steps,
+    )
+
+
+def _number(options: Mapping[str, str], key: str, refused: Any, least: int = 0) -> int | None:
+    text = options.get(key)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise refused(f"the parameter {key} is {text!r}; write a number of at least {least}")
+    return int(text)
+
+
+class TokenLoopSession:
+    """``session`` with ``stream``; it keeps nothing between two streams."""
+
+    def __init__(self, session: Session, loop: TokenLoop, signature: Signature) -> None:
+        self._session = session
+        self._loop = loop
+        self._specs = {spec.name: spec for spec in signature.inputs}
+        self._one_by_one = self._specs[loop.tokens].shape[1] == 1
+
+    def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
+        """``token`` after ``token``: (rows, 1) each. ``BadFeeds`` for an empty prompt."""
+        loop = self._loop
+        given = np.asarray(feeds[loop.tokens])
+        if not given.size:
+            raise BadFeeds(f"the prompt {loop.tokens!r} is empty; send at least one token")
+        others = {name: value for name, value in feeds.items() if name != loop.tokens}
+        states = {name: self._zeros(self._specs[name], feeds) for name in loop.states.values()}
+        ended = np.zeros(len(given), dtype=bool)
+        before = 0  # tokens that the states know
+        for _ in range(loop.steps):
+            pieces = np.split(given, given.shape[1], axis=1) if self._one_by_one else [given]
+            for piece in pieces:
+                outputs = self._session.run({**others, **states, **self._made(piece, before)})
+                if loop.states:
+                    states = {to: outputs[out] for out, to in loop.states.items()}
+                    before += piece.shape[1]
+            logits = outputs[loop.logits]
+            token = (logits if logits.ndim == 2 else logits[:, -1]).argmax(axis=-1).astype(given.dtype)
+            if loop.end is not None:
+                token[ended] = loop.end
+                ended |= token == loop.end
+            yield {TOKEN: token[:, None]}
+            if ended.all():
+                return
+            given = token[:, None] if loop.states else np.concatenate([given, token[:, None]], axis=1)
+
+    def _made(self, piece: np.ndarray, before: int) -> dict[str, np.ndarray]:
+        """The tokens given, and what is made for them."""
+        loop, (rows, length) = self._loop, piece.shape
+        made = {loop.tokens: piece}
+        if loop.mask is not None:
+            made[loop.mask] = np.ones((rows, before + length), numpy_dtype(self._specs[loop.mask].dtype))
+        if loop.positions is not None:
+            positions = np.arange(before, before + length, dtype=numpy_dtype(self._specs[loop.positions].dtype))
+            made[loop.positions] = np.tile(positions, (rows, 1))
+        return made
+
+    def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
+        """The state before the first token. A dynamic dim that the feeds have too is as large as theirs; one that only
+        states have (what was written so far) starts empty."""
+        known = {
+            dim: size
+            for name, value in feeds.items()
+            for dim, size in zip(self._specs[name].shape, value.shape, strict=False)
+        }
+        shape = [size if isinstance(size, int) else known.get(size, 0) for size in spec.shape]
+        return np.zeros(shape, numpy_dtype(spec.dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)

@@ -1,0 +1,170 @@
+"""What an ensemble says of its steps when it is loaded, and who loads them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from onnx_builder import artifact, node
+from serving import FLOAT, INT64, WEIGHTS, Start, linear
+from tritonclient.utils import InferenceServerException
+
+from accel.serve.repository import Repository
+
+CONFIG = """
+max_batch_size: 8
+input { name: "image" data_type: TYPE_FP32 dims: [4] }
+output { name: "score" data_type: TYPE_FP32 dims: [3] }
+ensemble_scheduling {
+  step { model_name: "linear" model_version: -1
+         input_map { key: "x" value: "image" } output_map { key: "y" value: "raw" } }
+  step { model_name: "relu" model_version: -1
+         input_map { key: "x" value: "raw" } output_map { key: "z" value: "score" } }
+}
+"""
+
+
+def ensemble(root: Path, config: str = CONFIG, name: str = "both") -> None:
+    (root / name / "1").mkdir(parents=True, exist_ok=True)
+    (root / name / "config.pbtxt").write_text(config)
+
+
+def relu(root: Path, dtype: int = FLOAT, size: int = 3) -> None:
+    (root / "relu" / "1").mkdir(parents=True, exist_ok=True)
+    shape = ["batch", size]
+    op = "Relu" if dtype == FLOAT else "Abs"
+    artifact(root / "relu" / "1" / "model.onnx", [node(op, "x", "z")], {"x": (dtype, shape)}, {"z": (dtype, shape)})
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    root = tmp_path / "models"
+    ensemble(root)
+    linear(root / "linear" / "1")
+    relu(root)
+    return root
+
+
+def reason(root: Path, name: str = "both") -> str:
+    """Why a model of the repository isn't served, "" where it is."""
+    repository = Repository(root)
+    try:
+        repository.start()
+        return next(row.reason for row in repository.index() if row.name == name)
+    finally:
+        repository.close(1.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('"relu"', '"nothing"', "depends on 'nothing', which is not served"),
+        ('"relu" model_version: -1', '"relu" model_version: 7', "'relu' version 7 is not found"),
+        ('key: "y"', 'key: "other"', "maps the output 'other' of step 'linear', which has: y"),
+        ('key: "x" value: "image"', 'key: "pixels" value: "image"', "maps the input 'pixels' of step 'linear'"),
+        ('input_map { key: "x" value: "raw" }', "", "maps no tensor to the input 'x' of step 'relu'"),
+        ("TYPE_FP32 dims: [4]", "TYPE_FP64 dims: [4]", "the ensemble's input is FP64 .* step 'linear' takes FP32"),
+        ("dims: [4]", "dims: [5]", r"\[-1,5\] and step 'linear' takes FP32 \[-1,4\]"),
+        ("dims: [3]", "dims: [2]", r"step 'relu' makes FP32 \[-1,3\] and the ensemble's output is FP32 \[-1,2\]"),
+        ("max_batch_size: 8", "max_batch_size: 9", "'linear' which allows maximum batch size 8"),
+        ("max_batch_size: 8", "max_batch_size: 8 response_cache { enable: true }", "can't have response_cache"),
+        ("max_batch_size: 8", "max_batch_size: 8 instance_group { count: 2 }", "can't have instance_group"),
+        ("dims: [4]", "dims: [4] optional: true", "a step needs the input 'image'; take optional out"),
+        ("dims: [4]", "dims: [-1]", ""),
+    ],
+)
+def test_steps_that_do_not_fit(models: Path, before: str, after: str, said: str) -> None:
+    """Fails if an ensemble is READY that no request can pass, or one is refused whose tensors may agree."""
+    assert before in CONFIG
+    ensemble(models, CONFIG.replace(before, after, 1))
+    found = reason(models)
+    assert bool(found) == bool(said)
+    assert re.search(said, found), found
+
+
+def test_steps_that_disagree(models: Path) -> None:
+    """Fails if what one step makes isn't compared with what the next one takes."""
+    relu(models, INT64)
+    assert "step 'linear' makes FP32 [-1,3] and step 'relu' takes INT64 [-1,3]; make them agree" in reason(models)
+
+
+def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
+    """Fails if ``--check`` passes an ensemble whose step can't be loaded."""
+    (models / "relu" / "1" / "model.onnx").write_bytes(b"nothing")
+    found = cli("serve", models, "--check", "--json")
+    assert found.code == 1
+    rows = {row["name"]: row for row in json.loads(found.stdout)["models"]}
+    assert (rows["linear"]["state"], rows["relu"]["state"], rows["both"]["state"]) == (
+        "READY", "UNAVAILABLE", "UNAVAILABLE",
+    )  # fmt: skip
+    assert "depends on 'relu', which is not served" in rows["both"]["reason"]
+
+
+def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
+    """Fails if an ensemble is loaded before its steps, whatever they are called, or a circle holds the server up."""
+    outer = CONFIG.replace('"linear"', '"both"').replace('key: "x" value: "image"', 'key: "image" value: "image"')
+    ensemble(models, outer.replace('key: "y"', 'key: "score"'), name="a")
+    ensemble(models, CONFIG.replace('"relu"', '"circle"'), name="circle")
+    repository = Repository(models)
+    try:
+        repository.start()
+        states = {row.name: row.state for row in repository.index()}
+        assert states.pop("circle") == "UNAVAILABLE"
+        assert set(states.values()) == {"READY"}, states
+    finally:
+        repository.close(1.0)
+
+
+def test_a_step_that_comes_later(models: Path) -> None:
+    """Fails if an ensemble that lacked a step stays broken when the step is there, its own folder being unchanged."""
+    shutil.move(models / "relu", models.parent / "relu")
+    repository = Repository(models, mode="poll", poll_seconds=3600)
+    try:
+        repository.start()
+        assert repository.broken() == ["both"]
+        shutil.move(models.parent / "relu", models / "relu")
+        repository.poll_once()
+        assert repository.broken() == []
+        assert sorted(repository.loaded()) == ["both", "linear", "relu"]
+    finally:
+        repository.close(1.0)
+
+
+def test_loading_an_ensemble_loads_its_steps(models: Path, start: Start) -> None:
+    """Fails if the steps have to be loaded by hand, one that serves is loaded anew, or a step that can't be loaded is
+    not named."""
+    process = start(models, mode="explicit", models=("linear",))
+    x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    given = triton.InferInput("image", [2, 4], "FP32")
+    given.set_data_from_numpy(x)
+    serving = process.server.repository.get("linear")
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+        client.load_model("both")
+        np.testing.assert_allclose(client.infer("both", [given]).as_numpy("score"), np.maximum(x @ WEIGHTS, 0), 1e-5)
+        assert process.server.repository.get("linear") is serving
+        for name in ("both", "relu"):
+            client.unload_model(name)
+        (models / "relu" / "1" / "model.onnx").unlink()
+        with pytest.raises(InferenceServerException, match="depends on 'relu', which is not served") as caught:
+            client.load_model("both")
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+        assert not client.is_model_ready("both")
+
+
+def test_a_token_needs_the_steps_too(models: Path, start: Start, tmp_path: Path) -> None:
+    """Fails if an ensemble loads models that its caller's token may not control."""
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text('[[token]]\nname = "own"\ntoken = "secret"\nmodels = ["both", "linear"]\ncontrol = true\n')
+    process = start(models, mode="explicit", tokens=str(tokens))
+    with (
+        triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client,
+        pytest.raises(InferenceServerException, match="is not for model 'relu'"),
+    ):
+        client.load_model("both", headers={"authorization": "Bearer secret"})
+    assert process.server.repository.loaded() == []

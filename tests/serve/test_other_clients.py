@@ -1,0 +1,150 @@
+r"""KServe's Python client and perf_analyzer, unmodified, from environments of their own: they can't be installed beside
+the tritonclient of today.
+
+python -m venv kserve && kserve/bin/pip install kserve==0.21.0
+python -m venv perf && perf/bin/pip install --no-deps tritonclient==2.51.0 nvidia-cuda-runtime-cu12
+(perf_analyzer comes with that wheel; it wants libb64.so.0d of the system and libcudart.so.12 on LD_LIBRARY_PATH)
+ACCEL_KSERVE=kserve ACCEL_PERF_ANALYZER=perf/bin/perf_analyzer \
+    python -m pytest -m nightly tests/serve/test_other_clients.py
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import WEIGHTS, plain
+
+KSERVE = """
+import asyncio, json, sys
+from importlib.metadata import version
+import grpc, httpx
+import numpy as np
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
+
+grpc_port, http_port = sys.argv[1:]
+x = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+def request(binary, model="linear"):
+    given = InferInput("x", [2, 4], "FP32")
+    given.set_data_from_numpy(x, binary_data=binary)
+    return InferRequest(model, [given], request_id="7")
+
+def pair():
+    inputs = [InferInput(name, [1, 2], "INT64") for name in "ab"] + [InferInput("text", [1, 1], "BYTES")]
+    for one in inputs[:2]:
+        one.set_data_from_numpy(np.ones((1, 2), np.int64))
+    inputs[2].set_data_from_numpy(np.array([["caf\\u00e9"]], dtype=object))
+    return InferRequest("pair", inputs)
+
+def outputs(response):
+    return {o.name: o.as_numpy().tolist() for o in response.outputs}
+
+async def over_grpc():
+    async with InferenceGRPCClient("127.0.0.1:" + grpc_port, retries=0) as client:
+        found = {"live": await client.is_server_live(), "ready": await client.is_server_ready()}
+        found["models"] = [await client.is_model_ready(name) for name in ("linear", "nothing")]
+        answers = [await client.infer(request(binary)) for binary in (True, False)]
+        found["y"] = [outputs(answer)["y"] for answer in answers]
+        found["ids"] = [answer.id for answer in answers]
+        found["pair"] = outputs(await client.infer(pair()))
+        try:
+            await client.infer(request(True, "nothing"))
+        except grpc.RpcError as error:
+            found["refused"] = error.code().name
+    return found
+
+async def over_http():
+    base = "http://127.0.0.1:" + http_port
+    client = InferenceRESTClient(RESTConfig(protocol="v2"))
+    found = {"live": await client.is_server_live(base), "ready": await client.is_server_ready(base)}
+    found["models"] = [await client.is_model_ready(base, name) for name in ("linear", "nothing")]
+    answers = [await client.infer(base, request(binary), "linear") for binary in (True, False)]
+    found["y"] = [outputs(answer)["y"] for answer in answers]
+    found["ids"] = [answer.id for answer in answers]
+    found["pair"] = outputs(await client.infer(base, pair(), "pair"))
+    try:
+        await client.infer(base, request(True, "nothing"), "nothing")
+    except httpx.HTTPStatusError as error:
+        found["refused"] = error.response.status_code
+    await client.close()
+    return found
+
+found = {"grpc": asyncio.run(over_grpc()), "http": asyncio.run(over_http()), "version": version("kserve")}
+print(json.dumps(found, default=lambda value: value.decode()))
+"""
+
+
+def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
+    """Fails if the health addresses say nothing: KServe's REST client reads the JSON that the protocol gives them."""
+    process = start(repository, http_port=0)
+    assert json.loads(plain(process, "/v2/health/live")[1]) == {"live": True}
+    assert json.loads(plain(process, "/v2/health/ready")[1]) == {"ready": True}
+    process.server.drain(0.0)
+    status, body = plain(process, "/v2/health/ready")
+    assert (status, json.loads(body)) == (503, {"ready": False})
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("ACCEL_KSERVE" not in os.environ, reason="ACCEL_KSERVE names no environment")
+def test_the_client_of_kserve(repository: Path, serve: Any) -> None:
+    """Fails if a call of KServe's clients isn't understood, or they don't understand an answer."""
+    ports = serve(str(repository)).wait_for("serving")["ports"]
+    python = Path(os.environ["ACCEL_KSERVE"]) / "bin" / "python"
+    ran = subprocess.run(
+        [str(python), "-c", KSERVE, str(ports["grpc"]), str(ports["http"])],
+        capture_output=True, text=True, timeout=300, check=False, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    print("kserve", found["version"])
+    for face, refused in (("grpc", "NOT_FOUND"), ("http", 404)):
+        answer = found[face]
+        assert (answer["live"], answer["ready"], answer["models"]) == (True, True, [True, False])
+        for y in answer["y"]:
+            np.testing.assert_allclose(y, np.arange(8).reshape(2, 4) @ WEIGHTS, rtol=1e-5)
+        assert answer["ids"] == ["7", "7"]
+        assert answer["pair"] == {"total": [[2, 2]], "same": [["café"]]}
+        assert answer["refused"] == refused
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("ACCEL_PERF_ANALYZER" not in os.environ, reason="ACCEL_PERF_ANALYZER names no program")
+@pytest.mark.parametrize(
+    ("face", "options"),
+    [
+        ("grpc", []),
+        ("http", []),
+        ("grpc", ["--async", "--streaming"]),
+        ("grpc", ["--shared-memory", "system"]),
+        ("http", ["--shared-memory", "system"]),
+    ],
+    ids=["grpc", "http", "stream", "grpc-memory", "http-memory"],
+)
+def test_perf_analyzer(repository: Path, serve: Any, tmp_path: Path, face: str, options: list[str]) -> None:
+    """Fails if perf_analyzer can't read the model's metadata, config or statistics, or a request of it fails."""
+    served = serve(str(repository))
+    ports = served.wait_for("serving")["ports"]
+    report = tmp_path / "report.csv"
+    ran = subprocess.run(
+        [
+            os.environ["ACCEL_PERF_ANALYZER"], "-m", "linear", "-i", face, "-u", f"127.0.0.1:{ports[face]}", "-b", "2",
+            "--concurrency-range", "2", "--measurement-mode", "count_windows", "--measurement-request-count", "200",
+            "--stability-percentage", "999", "-f", str(report), *options,
+        ],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [row] = csv.DictReader(report.read_text().splitlines())
+    assert float(row["Inferences/Second"]) > 0
+    assert float(row["Server Compute Infer"]) > 0, "it reads the server's statistics"
+    status, body = plain(type("Ports", (), {"ports": ports}), "/v2/models/linear/stats")
+    statistics = json.loads(body)["model_stats"][0]["inference_stats"]
+    assert status == 200
+    assert (int(statistics["fail"]["count"]), int(statistics["success"]["count"]) >= 200) == (0, True)
