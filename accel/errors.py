@@ -19,6 +19,7 @@
     ├── GateFailed                  a stage's output differs from its input by more than the limit
     ├── NothingPassed               accel optimize: no candidate passed its gates
     ├── RunFailed                   a loaded model failed on inputs that fit its signature
+    │   └── ValuesOutOfRange        because an integer of them picks what is not there; BadFeeds, too
     ├── ChainBroken                 accel inspect --check: a hash doesn't hold
     ├── TrainingFailed              a run stopped: a loss that is no number, a rank that died or hung
     ├── BadCheckpoint               a checkpoint that is damaged, unfinished or of another model
@@ -137,6 +138,11 @@ class NothingPassed(AccelError):
 
 class RunFailed(AccelError):
     """A loaded model failed on inputs that fit its signature: an index out of range, no memory left."""
+
+
+class ValuesOutOfRange(RunFailed, BadFeeds):
+    """A model failed because an integer input held a number outside the range that the input takes (a token that the
+    vocabulary doesn't have): whoever made the inputs has to change them."""
 
 
 class ChainBroken(AccelError):

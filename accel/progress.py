@@ -19,6 +19,11 @@ def report(message: str, fraction: float | None = None) -> None:
         sink(message, fraction)
 
 
+def watcher() -> Sink | None:
+    """Who watches now; None where nobody does."""
+    return _sink.get()
+
+
 @contextmanager
 def watched_by(sink: Sink) -> Iterator[None]:
     """Everything reported inside goes to ``sink``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -68,8 +69,15 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
             return Artifact(path=out, kind="onnx", signature=made.signature, properties=made.properties, notes=notes)
         for left in out.parent.glob(f"{out.name}*"):
             left.unlink()
-    reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
     spec = src.source.get("spec", src.path)
+    if _packs(src):
+        raise ExportFailed(
+            f"{spec} packs its padded batch (torch.nn.utils.rnn.pack_padded_sequence), and no exporter wrote that as "
+            "it is used here; run the RNN on the padded batch as it is and take its outputs by the lengths or a mask "
+            "(output.gather(1, lengths - 1)), which gives the same numbers in one direction; or undo the packing with "
+            "pad_packed_sequence directly after the RNN"
+        )
+    reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
     raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){_advice(src)}")
 
 
@@ -80,6 +88,26 @@ def _advice(src: Artifact) -> str:
     sizes = src.signature.sizes()
     fixed = " ".join(f"--input '{replace(spec, shape=spec.resolve(sizes))}'" for spec in src.signature.inputs)
     return f"; try one size instead of a dynamic one: {fixed}"
+
+
+def _packs(src: Artifact) -> bool:
+    """Whether the model calls ``pack_padded_sequence``, found by running it once."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: set[str] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    try:
+        with _quiet(), torch.no_grad(), Watch():
+            _named(src)(*_example(src))
+    except Exception:  # it is only looked at: why it fails is known already
+        pass
+    return any("_pack_padded_sequence" in name for name in seen)
 
 
 def _first_line(error: Exception) -> str:
@@ -131,6 +159,23 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _native_stderr_aside() -> Iterator[None]:
+    """The older exporter writes warnings, and the whole graph where it fails, from C++: past Python's streams."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no such stream
+        yield
+        return
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _example(src: Artifact) -> tuple[Any, ...]:
@@ -194,6 +239,7 @@ def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
     import onnx
 
     model = onnx.load(str(out))
+    del model.graph.output[len(outputs) :]  # see _with_packed_outputs
     if any(node.domain == "accel" for node in model.graph.node):
         from accel.kernels.onnx_export import add_functions
 
@@ -229,10 +275,13 @@ def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         for name, spec in zip((*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True)
     }
     module, example = _named(src), _example(src)
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter traces no TorchScript inside another module, and takes one as it is, branches and all.
             module = torch.jit.trace(module, example, check_trace=False)
+        else:
+            module = stack.enter_context(_with_packed_outputs(module, example))
+        stack.enter_context(_native_stderr_aside())
         torch.onnx.export(
             module,
             example,
@@ -244,6 +293,39 @@ def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
             dynamic_axes={name: axes for name, axes in dynamic.items() if axes},
         )
     _finish_graph(src, out, outputs)
+
+
+@contextlib.contextmanager
+def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
+    """``module`` with one more output for each RNN that gives a packed sequence: that sequence, padded again. Where a
+    model takes the last hidden state alone the exporter falls over the lengths that nothing reads; what is added here
+    is taken out of the graph again."""
+    import torch
+    from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+    padded: list[Any] = []
+
+    def keep(rnn: Any, _: Any, output: Any) -> None:
+        if isinstance(output[0], PackedSequence):
+            padded.append(pad_packed_sequence(output[0], batch_first=rnn.batch_first)[0])
+
+    class More(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *tensors: Any) -> Any:
+            padded.clear()
+            return (*self.inner(*tensors), *padded)
+
+    hooks = [part.register_forward_hook(keep) for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
+    try:
+        if hooks:
+            module(*example)
+        yield More().eval() if padded else module
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _output_names(src: Artifact) -> list[str]:

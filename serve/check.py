@@ -1,16 +1,19 @@
-"""``accel serve --check``: whether every model of a repository can be served, found by loading it."""
+"""``accel serve --check``: whether every model of a repository can be served, found by loading and warming it up."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from accel.serve import loading
 from accel.serve.options import ServeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
-    """One version. ``state``: ``READY`` or ``UNAVAILABLE`` with the ``reason``."""
+    """One version. ``state``: ``READY`` or ``UNAVAILABLE`` with the ``reason``. ``warning``: what went wrong when it
+    was run on random inputs, which may be ones that a good model refuses."""
 
     name: str
     version: str
@@ -18,6 +21,7 @@ class CheckedModel:
     reason: str = ""
     platform: str = ""
     max_batch_size: int | None = None
+    warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -26,7 +30,9 @@ class CheckedModel:
 def check(options: ServeOptions) -> list[CheckedModel]:
     """Load and warm up every model that the options would serve, and release it again. Settings are read too."""
     options.tls()
+    warm_up = _WarmUp()
     server = replace(options, mode="none", trace=None).open_server()
+    loading.log.addHandler(warm_up)
     try:
         server.repository.start()
         loaded = {(m.name, m.version): m for m in server.repository.models()}
@@ -41,8 +47,23 @@ def check(options: ServeOptions) -> list[CheckedModel]:
                     reason=row.reason,
                     platform=model.config.platform if model else "",
                     max_batch_size=model.scheduling.max_batch_size if model else None,
+                    warning=warm_up.failed.get(row.name, "") if model else "",
                 )
             )
         return rows
     finally:
+        loading.log.removeHandler(warm_up)
         server.close()
+
+
+class _WarmUp(logging.Handler):
+    """Hears which models refused the random inputs of their warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: dict[str, str] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == loading.WARM_UP_FAILED:
+            said = vars(record)
+            self.failed[said["model"]] = f"random inputs failed: {said['reason']}"

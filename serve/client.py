@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
-from accel.errors import BadData
+from accel.errors import BadData, UsageError
 from accel.progress import report
 from accel.serve import proto
 from accel.serve.inference import Code, ServeError
@@ -19,6 +20,7 @@ from accel.serve.tensors import DATATYPES, decode_raw, encode, to_bytes
 
 _CODES = {code.name: code for code in Code}
 _INT32_MAX = (1 << 31) - 1
+_ASKING_SECONDS = 2.0
 _SCORES = ("FP32", "FP16", "BF16", "FP64")
 
 
@@ -82,7 +84,12 @@ class InferenceClient:
     take. Every call raises ``ServeError`` with the server's code and text."""
 
     def __init__(self, url: str, *, token: str | None = None, ca: Path | None = None, timeout: float = 60.0) -> None:
-        self._url, self._timeout = url, timeout
+        if "://" in url:
+            kind, _, url = url.partition("://")
+            if kind.lower() not in ("grpc", "grpcs"):
+                raise UsageError(f"{kind}://{url} is no gRPC address; give HOST:PORT, the server's --grpc-port (8001)")
+            url = url.rstrip("/")
+        self._url, self._timeout, self._tls = url, timeout, ca is not None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         options = [("grpc.max_send_message_length", _INT32_MAX), ("grpc.max_receive_message_length", _INT32_MAX)]
         if ca is None:
@@ -109,9 +116,26 @@ class InferenceClient:
             return stub(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             text, code = str(error.details()), error.code()
-            if code is grpc.StatusCode.UNAVAILABLE and "connect" in text.lower():
-                text = f"no server answers at {self._url}; start one with accel serve, or check --url"
+            if code is grpc.StatusCode.UNAVAILABLE and (found := self._who_answers()):
+                text = found
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
+
+    def _who_answers(self) -> str:
+        """Why gRPC found no server, where that can be told from what is at the address; nothing where it can't."""
+        host, _, port = self._url.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), min(self._timeout, _ASKING_SECONDS)) as made:
+                made.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                begins = made.recv(5)
+        except (TimeoutError, ConnectionResetError):
+            return ""
+        except (OSError, ValueError):
+            return f"no server answers at {self._url}; start one with accel serve, or check --url"
+        if begins == b"HTTP/":
+            return f"{self._url} speaks HTTP, not gRPC; give the server's gRPC port (--url {host}:8001, usually)"
+        if begins[:1] == b"\x15" or (not begins and not self._tls):  # what TLS says to a stranger
+            return f"{self._url} doesn't speak gRPC in the clear; where it uses TLS pass --tls-ca, else check --url"
+        return f"{self._url} doesn't use TLS; leave out --tls-ca" if self._tls and begins else ""
 
     def infer_many(
         self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "", batch: int = 0, classes: int = 0
@@ -264,6 +288,20 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
     if not found:
         names = ", ".join(tensor.name for tensor in metadata.inputs)
         raise BadData(f"none of {', '.join(feeds) or 'no arrays'} is an input of the model; it takes: {names}")
+    return found
+
+
+def not_finite(feeds: Mapping[str, np.ndarray]) -> list[str]:
+    """A sentence for each of the arrays that holds NaN or infinity. They are sent as they are: some models take a NaN
+    for a missing value, for others it is an accident upstream."""
+    found = []
+    for name, value in feeds.items():
+        if value.dtype.kind != "f":
+            continue
+        rows = np.argwhere(~np.isfinite(value))
+        if len(rows):
+            at = f", the first at {rows[0].tolist()}" if value.ndim else ""
+            found.append(f"input '{name}' holds {len(rows)} NaN or infinite values of {value.size}{at}")
     return found
 
 

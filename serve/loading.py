@@ -30,6 +30,7 @@ from accel.serve.tensors import DATATYPES
 from accel.serve.token_loop import TokenLoopSession, token_loop
 
 log = logging.getLogger("accel.serve")
+WARM_UP_FAILED = "warm-up failed"
 
 MakeExecutor = Callable[..., Executor]
 
@@ -151,7 +152,7 @@ def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, larg
             session.run(feeds)
         except (AccelError, RuntimeError) as error:
             # Random inputs can be ones that the model refuses: no reason not to serve it.
-            log.warning("warm-up failed", extra={"model": config.name, "reason": " ".join(str(error).split())[:300]})
+            log.warning(WARM_UP_FAILED, extra={"model": config.name, "reason": " ".join(str(error).split())[:300]})
 
 
 def _sample(sample: Any, config: ModelConfig, artifact: Artifact) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,9 @@ def bench(
     same for all; without either what each was found fastest with, or every core this process may use and one stream.
     Where a candidate has several streams throughputs are compared.
     ``cuda_graph``: launch the kernels of engines as CUDA graphs.
-    ``inputs``, ``weights``, ``dims``: of the sources, as in ``accel.export``. ``tensorflow``: of TensorFlow's, by
-    their names there: ``graph_inputs``, ``graph_outputs``, ``signature``, ``strip_training_ops``; each goes to the
+    ``inputs``, ``weights``, ``dims``: of the sources, as in ``accel.export``; one that doesn't say what it takes gets
+    what the first artifact takes. ``tensorflow``: of TensorFlow's, by their names there:
+    ``graph_inputs``, ``graph_outputs``, ``signature``, ``strip_training_ops``; each goes to the
     models that it concerns. The rest: see ``accel.bench.paired.measure``.
 
     Outputs are compared with those of ``against`` before anything is timed. A candidate that can't be compared or run
@@ -165,7 +167,8 @@ def _candidates(
         raise UsageError("there is nothing to time; give an artifact or a source")
     models = [path for model in models for path in _expand(model)]
     each = options_of_each([str(m.path if isinstance(m, Artifact) else m) for m in models], tensorflow)
-    artifacts = [_open(m, inputs, weights, dims, said) for m, said in zip(models, each, strict=True)]
+    like = next((partial(_signature, m) for m in models if isinstance(m, Artifact) or not is_source(m)), None)
+    artifacts = [_open(m, inputs, weights, dims, said, like) for m, said in zip(models, each, strict=True)]
     ready: list[Candidate] = []
     for artifact in artifacts:
         runtimes = [default_runtime(artifact).name, *(also if artifact.kind == "torch" else ())]
@@ -191,8 +194,17 @@ def _expand(model: Model) -> list[Model]:
 _SOURCES = ("config.json", "final/config.json")
 
 
+def _signature(model: Model) -> Signature:
+    return open_source(model).signature
+
+
 def _open(
-    model: Model, inputs: Inputs | None, weights: Path | None, dims: Dims | None, tensorflow: Mapping[str, Any]
+    model: Model,
+    inputs: Inputs | None,
+    weights: Path | None,
+    dims: Dims | None,
+    tensorflow: Mapping[str, Any],
+    like: Callable[[], Signature] | None,
 ) -> Artifact:
     if isinstance(model, Artifact) or model == "":
         return open_source(model)
@@ -203,7 +215,7 @@ def _open(
     # What says what goes into a source has nothing to say to a file that knows.
     if not is_source(path):
         return open_source(path)
-    return open_source(model, inputs=inputs, weights=weights, dims=dims, tensorflow=tensorflow)
+    return open_source(model, inputs=inputs, weights=weights, dims=dims, tensorflow=tensorflow, like=like)
 
 
 def _name(artifact: Artifact, runtime: str, taken: set[str]) -> str:

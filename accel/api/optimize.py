@@ -21,17 +21,18 @@ from accel.optimizer.choice import fused, likeliest
 from accel.optimizer.command import command_line
 from accel.optimizer.judge import Judge, Judgement, Metric
 from accel.optimizer.label_metric import read_labels
+from accel.optimizer.noise import noise_notes
 from accel.optimizer.publish import check_out, publish
 from accel.optimizer.recipes import Request, likelihood, precisions_for, recipes, targets_for
 from accel.optimizer.report_page import PAGE, write_page
 from accel.optimizer.search import Search
 from accel.optimizer.workload import workload
 from accel.runtimes.engine_options import parse_engine_options
-from accel.sources import REPORT, open_source
+from accel.sources import REPORT, open_source, renaming_note
 from accel.stage import run_stage
 from accel.verify.data import Dataset, widened
 from accel.verify.gates import OutputGate
-from accel.verify.runs import check_runs
+from accel.verify.runs import check_runs, check_samples
 
 if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
@@ -119,7 +120,8 @@ def optimize(
     ``vary_session``: the best candidates are also tried with other threads, streams, graph level and spinning; what is
     taken is recorded and used by ``accel.load``, ``accel bench`` and ``accel serve``. ``threads``: these and no other.
     ``budget_seconds``: how long it all may take, building included: the likeliest candidates first, then successive
-    halving; what has begun is finished, what wasn't tried has a row that says so, and nothing is taken unmeasured.
+    halving; what wasn't tried, or given up where it left no time to measure, has a row that says so, and nothing is
+    taken unmeasured. Exporting the model is finished whatever it takes.
     ``kernels``: only candidates whose products are fused into accel's operators; the best of them is taken also where
     it isn't measurably faster than the source, and a note says so.
 
@@ -180,6 +182,9 @@ def optimize(
         if budget.limited:
             made = sorted(made, key=likelihood)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
+        if calibration is not None:
+            check_samples(src, calibration, samples, cache)
+        judge.check()
         rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
         source = CandidateResult(
             name=SOURCE_NAME,
@@ -195,7 +200,7 @@ def optimize(
             source.judgement = Judgement(
                 drop=0.0, metric=wanted, reference_metric=wanted, max_abs_diff=0.0, judged_on="itself"
             )
-        notes: list[str] = []
+        notes: list[str] = [note] if (note := renaming_note(src)) else []
         environment: Mapping[str, Any] = {}
         runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
         if runnable or not rows:
@@ -212,6 +217,7 @@ def optimize(
             environment = search.environment
             done = f"{work.note}, {request.threads} threads"
             notes.append(done if environment else budget.reason("anything was measured: the source itself was taken"))
+            notes += noise_notes(rows, chosen, environment)
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)

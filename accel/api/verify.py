@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from accel.artifact import Artifact
 from accel.errors import UnsupportedHere, UsageError
 from accel.progress import report
 from accel.runtimes.base import open_session, recorded_options
+from accel.signature import DimRange, Signature
 from accel.sources import is_source, open_source
 from accel.sources.tensorflow_source import options_of_each
 from accel.verify.compare import Difference, compare, worst
@@ -62,7 +64,8 @@ def verify(
     On ``samples`` samples of ``data`` (.npz, or a folder of them), or without data on random inputs at several shapes:
     batch 1, 2 and the largest, every other dim at its ends. ``limit``: largest ||candidate - reference||₂ /
     ||reference||₂ of any output; the default follows the candidate's precision. ``inputs``, ``weights``, ``dims``: of
-    what is a source, as in ``accel.export``; ``tensorflow``: as in ``accel.benchmark``.
+    what is a source, as in ``accel.export``; one that doesn't say what it takes gets what the other model takes.
+    ``tensorflow``: as in ``accel.benchmark``.
 
     Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit.
     """
@@ -114,10 +117,13 @@ def _open(
     sources = [not isinstance(m, Artifact) and is_source(m) for m in (reference, candidate)]
     # Weights that no model asks for are refused by the first.
     own = weights if sources[0] or not sources[1] else None
-    first = open_source(reference, inputs=inputs, weights=own, dims=dims, tensorflow=each[0])
     if not sources[1]:
-        return first, open_source(candidate)
-    return first, open_source(candidate, inputs=inputs, weights=weights, dims=dims, tensorflow=each[1])
+        second = open_source(candidate)
+        like = partial(getattr, second, "signature")
+        return open_source(reference, inputs=inputs, weights=own, dims=dims, tensorflow=each[0], like=like), second
+    first = open_source(reference, inputs=inputs, weights=own, dims=dims, tensorflow=each[0])
+    like = partial(getattr, first, "signature")
+    return first, open_source(candidate, inputs=inputs, weights=weights, dims=dims, tensorflow=each[1], like=like)
 
 
 def effective_precision(artifact: Artifact) -> str:
@@ -136,10 +142,38 @@ def _feeds(
         for index, feeds in enumerate(Dataset.load(data, first.signature).batches(8, samples)):
             yield f"{data.name} batch {index}", feeds
         return
-    # The shapes both can take: an engine's profile may be narrower than what it was made from.
-    for index, sizes in enumerate(second.signature.cases()):
-        known = {d: s for d, s in sizes.items() if d in first.signature.dims}
-        yield (
-            ", ".join(f"{d}={s}" for d, s in known.items()) or "fixed shape",
-            first.signature.example_inputs(seed=index, **known),
-        )
+    common = _common(first, second)
+    for index, sizes in enumerate(common.cases()):
+        case = ", ".join(f"{d}={s}" for d, s in sizes.items()) or "fixed shape"
+        yield case, common.example_inputs(seed=index, **sizes)
+
+
+def _common(first: Artifact, second: Artifact) -> Signature:
+    """The inputs of ``first`` in the shapes and the integers that both take: an engine's profile may be narrower than
+    what it was made from, and an ONNX file without a manifest declares no ranges at all."""
+    from accel.verify.gates import what_both_take
+
+    theirs = {spec.name: spec for spec in second.signature.inputs}
+    for spec in first.signature.inputs:
+        if len(spec.shape) != len(theirs[spec.name].shape):
+            raise UsageError(f"the inputs differ: {spec} and {theirs[spec.name]}; give two forms of one model")
+    common = what_both_take(first.signature, second.signature)
+    inputs = tuple(replace(spec, values=_both(spec.values, theirs[spec.name].values)) for spec in common.inputs)
+    declares = [artifact.kind != "onnx" or artifact.manifest is not None for artifact in (first, second)]
+    dims = dict(common.dims)
+    for dim, other in common.dims.items():
+        own = first.signature.dims.get(dim, other)
+        low, high = max(own.min, other.min), min(own.max, other.max)
+        if declares[0] and not declares[1]:
+            dims[dim] = own
+        elif declares[0] == declares[1] and low <= high:
+            dims[dim] = DimRange(low, min(max(other.opt, low), high), high)
+    return Signature(inputs, (), dims)
+
+
+def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The integers in both ranges; None is any."""
+    if one is None or other is None:
+        return one or other
+    low, high = max(one[0], other[0]), min(one[1], other[1])
+    return (low, high) if low <= high else other

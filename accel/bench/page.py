@@ -135,6 +135,7 @@ def _in_words(name: str, value: Any) -> str:
 def noise_of(point: Body) -> str:
     """Where the noise floor comes from, and what was compared."""
     text = f"Measured noise floor {point['noise_floor']:.1%}, from {point['baseline']} against itself."
+    text = " ".join([text, *(f"Warning: {line}." for line in point.get("warnings", ()))])
     return f"{text} With several streams speedups are those of the throughput." if point["streams"] > 1 else text
 
 

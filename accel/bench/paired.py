@@ -7,6 +7,7 @@ other process is stopped, in an order shuffled each round, and everything is com
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,7 @@ def measure(
     streams: int | None = None,
     budget_seconds: float = 0.0,
     target_width: float = 0.05,
+    limit_seconds: float | None = None,
 ) -> BenchReport:
     """Time ``candidates`` beside ``baseline`` (its index or name), on the same feeds.
 
@@ -128,7 +130,8 @@ def measure(
     In each of ``rounds`` rounds (at least 5) every candidate runs a block of about ``block_seconds`` (at least three
     runs), warmed up first. The baseline runs in two processes: both together are what the others are compared with,
     and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
-    ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one.
+    ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``limit_seconds``: when
+    all of it, loading included, is to be over: rounds that would end later are left out, but for the first 5.
 
     ``threads`` and ``streams`` (runs that are under way at once): for each candidate whose options don't say. Without
     either both are what is recorded with it, else all cores this process may use and 1; where one is given, so is the
@@ -138,6 +141,7 @@ def measure(
     names that are not unique or too few rounds.
     """
     sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
+    ends = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
     index = _check(candidates, sets, baseline, rounds, block_seconds, budget_seconds)
     if streams is not None and streams < 1:
         raise UsageError(f"{streams} streams can't run anything; use 1 or more")
@@ -167,7 +171,7 @@ def measure(
         twin = lanes[-1]
         if twin.error is not None:
             raise ChildCrashed(f"the baseline ran once and failed in a second process: {twin.error}; free some memory")
-        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width)
+        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends)
         for lane in lanes:
             if lane.error is None:
                 lane.look_inside()
@@ -250,9 +254,15 @@ def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
 
 
 def _run_rounds(
-    lanes: Sequence[Lane], rounds: int, block_seconds: float, seed: int, budget_seconds: float, target_width: float
+    lanes: Sequence[Lane],
+    rounds: int,
+    block_seconds: float,
+    seed: int,
+    budget_seconds: float,
+    target_width: float,
+    ends: float,
 ) -> list[tuple[str, ...]]:
-    """Fill ``lane.rounds``; who ran when."""
+    """Fill ``lane.rounds``; who ran when. ``ends``: when the last round is to be over, by the monotonic clock."""
     shuffle = random.Random(seed).shuffle
     order: list[tuple[str, ...]] = []
     begun = time.monotonic()
@@ -261,6 +271,9 @@ def _run_rounds(
         and time.monotonic() - begun < budget_seconds
         and not _all_narrow(lanes, seed, target_width)
     ):
+        so_far = time.monotonic()
+        if len(order) >= MIN_ROUNDS and so_far + (so_far - begun) / len(order) > ends:
+            break
         report(f"bench: round {len(order) + 1}", min(1.0, len(order) / rounds))
         turn = [lane for lane in lanes if lane.error is None]
         shuffle(turn)

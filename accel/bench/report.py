@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.bench import page
-from accel.bench.statistics import Ratio, Verdict
+from accel.bench.statistics import NOISY_FLOOR, Ratio, Verdict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +77,16 @@ class BenchReport:
     streams: int = 1
     samples: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the figures worth less than they look, a sentence each."""
+        if self.noise_floor < NOISY_FLOOR:
+            return ()
+        return (
+            f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is running, "
+            "or give more --rounds and --budget-seconds",
+        )
+
     def row(self, name: str) -> Row:
         """The row of that candidate; ``KeyError`` where there is none."""
         for row in self.rows:
@@ -96,6 +106,7 @@ class BenchReport:
             "baseline": self.baseline,
             "noise_floor": self.noise_floor,
             "baseline_against_itself": twin,
+            "warnings": list(self.warnings),
             "sizes": dict(self.sizes),
             "environment": dict(self.environment),
             "seed": self.seed,

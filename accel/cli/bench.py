@@ -134,6 +134,10 @@ def command(
         found.write(out)
     reports = found.reports if isinstance(found, Sweep) else (found,)
 
+    if not say.quiet:  # the table and the JSON have them, too
+        for warning in dict.fromkeys(warning for report in reports for warning in report.warnings):
+            click.echo(f"accel: warning: {warning}", err=True)
+
     def human() -> Any:
         from rich.console import Group
 

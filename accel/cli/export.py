@@ -10,6 +10,7 @@ import click
 from accel.cli import output_options
 from accel.cli.options import read_dims, read_normalize, source_options, tensorflow_options
 from accel.errors import BadInputSpec
+from accel.sources import renaming_note
 
 if TYPE_CHECKING:
     from accel.cli import Output
@@ -75,6 +76,8 @@ def command(
         use_cache=not no_cache,
         **tensorflow,
     )
+    if note := renaming_note(artifact):
+        click.echo(f"accel: note: {note}", err=True)
     body = {
         "path": str(artifact.path),
         "signature": artifact.signature.to_json(),

@@ -63,7 +63,7 @@ def command(
 ) -> None:
     """Send arrays or images to MODEL on a server and show what comes back."""
     try:
-        from accel.serve.client import InferenceClient, read_inputs
+        from accel.serve.client import InferenceClient, not_finite, read_inputs
         from accel.serve.images import image_files
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from None
@@ -80,6 +80,8 @@ def command(
             )
         else:
             feeds = read_inputs(inputs[0])
+            for sentence in not_finite(feeds):
+                click.echo(f"accel: warning: {sentence}; sent as they are", err=True)
             found = client.infer_many(model, feeds, version=model_version, batch=batch, classes=classes or 0)
     if output is not None:
         import numpy as np

@@ -80,7 +80,12 @@ if TYPE_CHECKING:
     help="Threads to run with; by default all cores, or fewer if faster.",
 )
 @click.option("--fixed-session", is_flag=True, help="Try no other threads, streams, graph levels or spinning.")
-@click.option("--budget-seconds", type=float, help="How long it may take in all: the likeliest candidates first.")
+@click.option(
+    "--budget-seconds",
+    type=float,
+    help="How long all of it is to take, export, building and measuring included: the likeliest candidates first, each "
+    "given up where it would leave no time to measure. What can't be interrupted (export, a compiler) may end later.",
+)
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
 @source_options
 @tensorflow_options

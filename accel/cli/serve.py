@@ -88,7 +88,11 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--image", default="", help="Of the manifest: the container image that has accel in it.")
 @click.option("--claim", default="", help="Of the manifest: the PersistentVolumeClaim mounted at REPOSITORY.")
-@click.option("--check", is_flag=True, help="Load every model, say what is wrong, and end.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Load every model, run it once as its warm-up does, say what is wrong, and end.",
+)
 @output_options
 def command(
     repository: str,
@@ -150,7 +154,7 @@ def _check(options: Any, say: Output) -> None:
             table.add_column(column)
         for row in rows:
             batch = "" if row.max_batch_size is None else str(row.max_batch_size)
-            table.add_row(row.name, row.version, row.state, row.platform, batch, row.reason)
+            table.add_row(row.name, row.version, row.state, row.platform, batch, row.reason or row.warning)
         return table
 
     ok = bool(rows) and all(row.state == "READY" for row in rows)

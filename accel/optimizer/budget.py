@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from accel.errors import AccelError
+from accel.progress import watched_by, watcher
+
+
+class OutOfTime(AccelError):
+    """What was under way would have taken the time that measuring needs."""
 
 
 class Budget:
-    """``seconds`` from now on, or without end. What has begun is finished: it is asked before something is begun.
+    """``seconds`` from now on, or without end. It is asked before something is begun, and what is ``within`` it ends
+    early.
 
     ``clock``: seconds, what the budget is counted by.
     """
@@ -36,6 +45,24 @@ class Budget:
     def over(self, share: float) -> bool:
         """Whether more than this share of it is spent."""
         return self.seconds is not None and self.spent >= share * self.seconds
+
+    @contextmanager
+    def within(self, share: float) -> Iterator[None]:
+        """What is done inside is given up, with ``OutOfTime``, at the first progress that it reports when more than
+        this share of the budget is spent."""
+        if not self.limited:
+            yield
+            return
+        outside = watcher()
+
+        def pass_on(message: str, fraction: float | None) -> None:
+            if outside is not None:
+                outside(message, fraction)
+            if self.over(share):
+                raise OutOfTime(f"{self.spent:.0f} s of the budget of {self.seconds:g} s are spent; give more seconds")
+
+        with watched_by(pass_on):
+            yield
 
     def reason(self, what: str) -> str:
         """Why something was not begun."""

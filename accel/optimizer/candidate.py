@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import AccelError, CannotWrite, UnsupportedHere, UsageError
-from accel.optimizer.budget import Budget
+from accel.optimizer.budget import Budget, OutOfTime
 from accel.optimizer.judge import Judge, Judgement
 from accel.optimizer.mixed_precision import Trajectory, assign
 from accel.optimizer.recipes import NotTried, Recipe
@@ -40,6 +41,7 @@ class CandidateResult:
     base: str = ""
     trajectory: Trajectory | None = None  # of the search for the layers that stay float
     missed_final: bool = False  # a short measurement was enough to leave it
+    hidden_by_noise: bool = False  # it may be faster than what was taken
     unsupported: bool = False  # it was refused for what was asked, not for what came out
 
     def to_json(self) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class CandidateResult:
             "megabytes": self.megabytes,
             "judgement": self.judgement.to_json() if self.judgement else None,
             "measured": dict(self.measured) if self.measured else None,
+            **({"hidden_by_noise": True} if self.hidden_by_noise else {}),
             **({"mixed": self.trajectory.to_json()} if self.trajectory else {}),
         }
 
@@ -62,8 +65,10 @@ class CandidateResult:
         self.status, self.reason = "not tried", reason
 
 
-# The rest of a budget is for measuring: what was built and not measured is of no use.
+# The rest of a budget is for measuring: what was built and not measured is of no use. Nothing is begun after the first
+# share of it, and what is under way then is given up at the second.
 _BUILDING = 0.6
+_GIVING_UP = 0.75
 
 
 def attempt(
@@ -87,30 +92,36 @@ def attempt(
     artifact = src
     last_runnable = src
     share = _BUILDING if recipe.runnable else 1.0
+    doing = "its precisions were searched"
     try:
-        if recipe.search:
+        with budget.within(_GIVING_UP if recipe.runnable else math.inf):
+            if recipe.search:
+                if budget.over(share):
+                    row.missed(budget.reason("its precisions were searched"))
+                    return row
+                recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache)
+                row.recipe, row.options = recipe, dict(recipe.options)
+            for stage, config, limit in recipe.stages:
+                if budget.over(share):
+                    row.missed(budget.reason(f"its stage {stage}"))
+                    return row
+                doing = f"its stage {stage} was over"
+                report(f"{recipe.name}: {stage}")
+                gates = [OutputGate(limit=limit, data=data)]
+                artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
+                if gate_runtime(artifact) is not None:
+                    last_runnable = artifact
+            row.artifact = artifact
+            row.megabytes = megabytes(artifact)
             if budget.over(share):
-                row.missed(budget.reason("its precisions were searched"))
+                row.missed(budget.reason("it was judged"))
                 return row
-            recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache)
-            row.recipe, row.options = recipe, dict(recipe.options)
-        for stage, config, limit in recipe.stages:
-            if budget.over(share):
-                row.missed(budget.reason(f"its stage {stage}"))
-                return row
-            report(f"{recipe.name}: {stage}")
-            gates = [OutputGate(limit=limit, data=data)]
-            artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
-            if gate_runtime(artifact) is not None:
-                last_runnable = artifact
-        row.artifact = artifact
-        row.megabytes = megabytes(artifact)
-        if budget.over(share):
-            row.missed(budget.reason("it was judged"))
-            return row
-        report(f"{recipe.name}: judging")
-        options = recipe.options if last_runnable is artifact else {}
-        judged(row, judge, last_runnable, options, max_drop, cache)
+            doing = "it was judged"
+            report(f"{recipe.name}: judging")
+            options = recipe.options if last_runnable is artifact else {}
+            judged(row, judge, last_runnable, options, max_drop, cache)
+    except OutOfTime:
+        row.missed(budget.reason(doing))
     except UnsupportedHere as error:  # this form of this model for this target; another may do
         row.status, row.reason, row.unsupported = "rejected", str(error), True
         return row

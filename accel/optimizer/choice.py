@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from accel.errors import NothingPassed, UnsupportedHere
 from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.noise import seems_faster, why_not_faster
 from accel.optimizer.recipes import UNMEASURED_ORDER
 
 
@@ -17,13 +18,15 @@ def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> Candida
         if row.status != "passed" or row.measured is None:
             continue
         if row.measured["verdict"] != "faster":
-            row.reason = f"not measurably faster than the source ({row.measured['verdict']})"
+            row.reason = f"not measurably faster than the source ({why_not_faster(row.measured)})"
             continue
         if best is source or row.measured["median_ms"] < (best.measured or {})["median_ms"]:
             best = row
     for row in rows:
         if row.status == "passed" and row is not best and not row.reason:
             row.reason = f"slower than {best.name}"
+        if row.status == "passed" and row.measured is not None and seems_faster(row.measured):
+            row.hidden_by_noise = best is source or row.measured["median_ms"] < (best.measured or {})["median_ms"]
     return best
 
 

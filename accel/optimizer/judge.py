@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, finite_json, text_sha256
-from accel.errors import BadData, UsageError
+from accel.errors import BadData, RunFailed, UsageError
+from accel.progress import report
 from accel.runtimes.base import SessionOptions, open_session
 from accel.sources.python_object import load_object, raised
 from accel.stage import path_sha256
 from accel.verify.compare import compare, cosines
 from accel.verify.data import Dataset
 from accel.verify.gates import cast_feeds, gate_runtime
+from accel.verify.runs import check_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +88,8 @@ class Judge:
         outputs = []
         settings = SessionOptions.of(options) if runtime != "onnx-rounded" else SessionOptions()
         with open_session(candidate, runtime, settings) as session:
-            for feeds in self._feeds:
+            for number, feeds in enumerate(self._feeds):
+                report("judging", number / len(self._feeds))
                 outputs.append(session.run(cast_feeds(session, feeds)))
         differences = [compare(a, b) for a, b in zip(reference, outputs, strict=True)]
         problems = [f"{d.output}: {d.problem}" for row in differences for d in row if d.problem]
@@ -110,6 +113,15 @@ class Judge:
         wanted = self.reference_metric()
         drop = (wanted - value) / abs(wanted) if wanted else wanted - value
         return Judgement(drop=drop, metric=value, reference_metric=wanted, max_abs_diff=largest, judged_on=judged_on)
+
+    def check(self) -> None:
+        """Find out that the source runs on the data, and that the metric is one for them, before anything is made.
+
+        Raises ``BadData`` with the sample that the source can't run on, ``UsageError`` where the metric fails.
+        """
+        self._reference_outputs()
+        if self.metric is not None:
+            self.reference_metric()
 
     def reference_metric(self) -> float:
         """The metric of the source itself."""
@@ -146,7 +158,12 @@ class Judge:
     def _reference_outputs(self) -> list[dict[str, np.ndarray]]:
         if self._reference is None:
             with open_session(self.source, gate_runtime(self.source)) as session:
-                self._reference = [session.run(feeds) for feeds in self._feeds]
+                try:
+                    self._reference = [session.run(feeds) for feeds in self._feeds]
+                except RunFailed:
+                    if self.data is not None:
+                        check_samples(self.source, self.data)  # names the sample
+                    raise
         return self._reference
 
     def _load(self, skip: int) -> list[dict[str, np.ndarray]]:

@@ -29,6 +29,7 @@ class LabelMetric:
     kind: str
     sha256: str
     labels: np.ndarray = field(repr=False, compare=False)
+    where: str = field(default="labels", repr=False, compare=False)  # the file and the array in it
 
     @property
     def __name__(self) -> str:
@@ -40,7 +41,8 @@ class LabelMetric:
         value = self._output(outputs)
         if len(value) != len(self.labels):
             raise UsageError(
-                f"there are {len(self.labels)} labels for {len(value)} samples; give one a sample, in order"
+                f"{self.where} has {len(self.labels)} labels for {len(value)} samples of the data; "
+                "give one a sample, in their order"
             )
         if self.kind == "spearman":
             return spearman(value.reshape(len(value)), self.labels)
@@ -68,7 +70,8 @@ class LabelMetric:
         if len(fitting) != 1:
             has = ", ".join(f"{n} {list(v.shape)}" for n, v in outputs.items())
             raise UsageError(
-                f"{len(fitting)} outputs are {wanted} as {self.kind} needs (there are {has}); pass --metric"
+                f"{len(fitting)} outputs are {wanted} as {self.kind} with {self.where} {list(self.labels.shape)} needs "
+                f"(there are {has}); give other labels, or pass --metric"
             )
         return next(iter(fitting.values()))
 
@@ -92,14 +95,15 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
         if len(chosen) != 1:
             raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; call the one with labels 'label'")
         labels = archive[chosen[0]]
+    where = f"{path}: {chosen[0]!r}"
     kind = kind or ("iou" if labels.ndim > 1 else "spearman" if labels.dtype.kind == "f" else "top1")
     right = labels.ndim > 1 if kind == "iou" else labels.ndim == 1
     if not right or labels.dtype.kind not in "iuf" or not labels.size or not np.isfinite(labels).all():
         wanted = "a class number for each place" if kind == "iou" else "one finite number a sample"
-        raise BadData(f"{path}: labels for {kind} are {wanted}, this is {labels.dtype}{list(labels.shape)}")
+        raise BadData(f"{where}: labels for {kind} are {wanted}, this is {labels.dtype}{list(labels.shape)}")
     if kind != "spearman" and labels.dtype.kind == "f":
-        raise BadData(f"{path}: {kind} needs whole numbers as labels, these are {labels.dtype}")
-    return LabelMetric(kind, file_sha256(path), labels)
+        raise BadData(f"{where}: {kind} needs whole numbers as labels, these are {labels.dtype}")
+    return LabelMetric(kind, file_sha256(path), labels, where)
 
 
 def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import canonical_json, text_sha256
 from accel.cache import StageCache
 from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.noise import outcome_is_open
 from accel.optimizer.workload import Workload
 from accel.progress import report
 from accel.stage import versions
@@ -23,11 +24,12 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 @dataclass(frozen=True, kw_only=True)
 class Effort:
     """How long is measured: at least ``rounds`` rounds of blocks of ``block_seconds``, and more for up to ``seconds``
-    while an interval is wide."""
+    while an interval is wide. ``limit``: seconds that all of it may take, loading included, fewer rounds then."""
 
     rounds: int
     block_seconds: float = 0.2
     seconds: float = 0.0
+    limit: float | None = None
 
 
 def measured(
@@ -38,12 +40,13 @@ def measured(
     effort: Effort,
     cache: StageCache,
 ) -> Mapping[str, Any]:
-    """Time the source and the candidates beside one another; the figures of an identical run come from the cache.
+    """Time the source and the candidates beside one another; the figures of an identical run come from the cache,
+    unless noise decided between them: then they are measured again, and the new ones kept.
 
     Each row gets its ``measured``: the row of ``accel bench``, times in ms and energy in J a request, with
     ``samples_per_second`` and the ``percentiles_ms`` of ``PERCENTILES`` (of passes, where a pass has several requests:
-    of one alone nothing is known then). What fails is rejected with its reason. The machine, the shape and the noise
-    floor are handed back.
+    of one alone nothing is known then) and the ``noise_floor``. What fails is rejected with its reason. The machine,
+    the shape, the noise floor and whether the figures are ``cached`` are handed back.
     """
     from accel.bench.environment import environment as machine
     from accel.bench.paired import Candidate, measure
@@ -64,13 +67,17 @@ def measured(
                     for feeds in workload.mix
                 ],
                 "requests": workload.requests,
-                "effort": [effort.rounds, effort.block_seconds, effort.seconds],
+                "effort": [effort.rounds, effort.block_seconds, effort.seconds, effort.limit is None],
                 "machine": machine(threads=threads, date=False),
                 "versions": versions(("torch", "onnxruntime", "openvino")),
             }
         )
     )
     found = cache.get_record("measurement", key)
+    if found is not None and outcome_is_open(found["results"]):
+        report("measure: again, noise decided the last time")
+        found = None
+    cached = found is not None
     if found is None:
         result: BenchReport = measure(
             candidates,
@@ -78,6 +85,7 @@ def measured(
             rounds=effort.rounds,
             block_seconds=effort.block_seconds,
             budget_seconds=effort.seconds,
+            limit_seconds=effort.limit,
             threads=threads,
         )
         found = result.to_json() | {"percentiles": _percentiles(result)}
@@ -87,9 +95,11 @@ def measured(
     by_name = {r["name"]: r for r in found["results"]}
     for row in (source, *rows):
         row.measured = _a_request(by_name[row.name], found["percentiles"].get(row.name), row.runtime, workload)
+        row.measured["noise_floor"] = found.get("noise_floor")
         if row.measured.get("error"):
             row.status, row.reason = "rejected", str(row.measured["error"])
-    return {**found["environment"], "sizes": found.get("sizes"), "noise_floor": found.get("noise_floor")}
+    said = {"sizes": found.get("sizes"), "noise_floor": found.get("noise_floor"), "cached": cached}
+    return {**found["environment"], **said}
 
 
 def _percentiles(report: BenchReport) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.bench.statistics import MIN_ROUNDS, judge, speedup
+from accel.bench.statistics import MIN_FLOOR, MIN_ROUNDS, Ratio, judge, speedup
 from accel.cache import StageCache
 from accel.errors import AccelError
 from accel.optimizer.budget import Budget
@@ -23,6 +23,8 @@ from accel.optimizer.workload import Workload
 
 # What a short measurement takes for each process: loading it, warming it up, five short blocks.
 _SECONDS_A_CANDIDATE = 4.0
+# Of these, loading it.
+_SECONDS_TO_LOAD = 2.0
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
 # Further rounds while an interval is wide: on a noisy machine nothing would seem faster otherwise.
@@ -92,8 +94,8 @@ class Search:
         self._measure(ready, self._long(len(ready), _SECONDS_OF_OPTIONS))
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
-            if row.status == "passed" and not faster_than(row, by_name[row.base], self._floor()):
-                row.reason = f"not measurably faster than {row.base}"
+            if row.status == "passed":
+                not_faster(row, by_name[row.base], self._floor())
         contenders = [row for row in (*measurable, *made) if row.status == "passed" and not row.reason]
         return fastest(self.source, contenders), made
 
@@ -107,7 +109,7 @@ class Search:
         left = rows[:fitting]
         block_seconds = _SHORT_BLOCK_SECONDS
         while len(left) > _FINALISTS and self.budget.left > 0:
-            self._measure(left, Effort(rounds=MIN_ROUNDS, block_seconds=block_seconds, seconds=0.0))
+            self._measure(left, Effort(rounds=MIN_ROUNDS, block_seconds=block_seconds, limit=self.budget.left))
             ranked = sorted((r for r in left if r.status == "passed"), key=lambda r: (r.measured or {})["median_ms"])
             kept = ranked[: max(_FINALISTS, -(-len(left) // 2))]
             for row in ranked[len(kept) :]:
@@ -122,9 +124,14 @@ class Search:
         effort = Effort(rounds=self.rounds, seconds=seconds)
         if not self.budget.limited:
             return effort
+        left = self.budget.left
+        timing = max(0.0, left - (count + _SOURCES) * _SECONDS_TO_LOAD)
         a_round = (count + _SOURCES) * 2 * effort.block_seconds  # half of a block goes before it, to warm up
-        fitting = max(MIN_ROUNDS, min(self.rounds, int(self.budget.left / a_round)))
-        return Effort(rounds=fitting, seconds=min(seconds, self.budget.left))
+        fitting = max(MIN_ROUNDS, min(self.rounds, int(timing / a_round)))
+        # Where not even the fewest rounds fit, their blocks get shorter.
+        share = min(1.0, timing / (MIN_ROUNDS * a_round))
+        block = max(_SHORT_BLOCK_SECONDS, share * effort.block_seconds)
+        return Effort(rounds=fitting, block_seconds=block, seconds=min(seconds, timing), limit=left)
 
     @staticmethod
     def _seconds(count: int) -> float:
@@ -139,11 +146,26 @@ class Search:
 
 def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bool:
     """Whether ``row`` is measurably faster than ``base``, by the rounds that both were timed in."""
+    ratio = _compared(row, base)
+    return ratio is not None and judge(ratio, floor) == "faster"
+
+
+def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> None:
+    """Give ``row`` its reason where it isn't measurably faster than ``base``; noise that may have hidden it is said."""
+    if faster_than(row, base, floor):
+        return
+    row.reason = f"not measurably faster than {base.name}"
+    ratio = _compared(row, base)
+    if ratio is not None and ratio.value > 1 + MIN_FLOOR:
+        row.hidden_by_noise = True
+        row.reason += f" (it seems {ratio.value:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}, noise floor {floor:.1%})"
+
+
+def _compared(row: CandidateResult, base: CandidateResult) -> Ratio | None:
+    """How many times as fast as ``base``; None where they weren't timed in the same rounds."""
     import numpy as np
 
     if row.measured is None or base.measured is None:
-        return False
+        return None
     mine, theirs = (np.array(r.measured["round_medians_ms"]) for r in (row, base) if r.measured)
-    if len(mine) != len(theirs) or not len(mine):
-        return False
-    return judge(speedup(theirs, mine), floor) == "faster"
+    return speedup(theirs, mine) if len(mine) == len(theirs) and len(mine) else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
-from accel.errors import InvalidModel, MissingExtra, RunFailed, UnsupportedHere
+from accel.errors import InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
@@ -25,6 +26,8 @@ _LEVELS = {
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
+# What its operators say of an index that picks nothing.
+_OUT_OF_BOUNDS = re.compile("out of data bounds|out of bounds|within bounds")
 # Types that numpy knows through ml_dtypes only, and that go in and out as their bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -55,9 +58,28 @@ class OnnxRuntimeSession(BaseSession):
             return self._run_native(feeds)
         except _FAILURES as error:
             sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            raise RunFailed(
-                f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {_reason(error)}; check the inputs' values"
-            ) from error
+            failed = f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {_reason(error)}"
+            if outside := self._outside(feeds) if _OUT_OF_BOUNDS.search(str(error)) else "":
+                raise ValuesOutOfRange(f"{failed} ({outside}); check the inputs' values") from error
+            raise RunFailed(f"{failed}; check the inputs' values") from error
+
+    def _outside(self, feeds: Feeds) -> str:
+        """The first integer input that picks rows of a constant table and holds a number that is no row of it, in
+        words; nothing where there is none: then an index was computed, and the inputs may be right."""
+        for name, (low, high) in self._rows.items():
+            value = feeds[name]
+            # From the end an index counts down from -1.
+            if value.size and (value.max() > high or value.min() < low - high - 1):
+                wrong = value[(value > high) | (value < low)].flat[0]
+                return f"input {name!r} holds {wrong}, it takes {low}..{high}"
+        return ""
+
+    @cached_property
+    def _rows(self) -> dict[str, tuple[int, int]]:
+        """The rows of the table that each input picks from, as the file says: read when a run has failed."""
+        from accel.sources.onnx_file import describe
+
+        return {spec.name: spec.values for spec in describe(self.artifact.path)[0].inputs if spec.values}
 
     def _run_native(self, feeds: Feeds) -> dict[str, np.ndarray]:
         if not self._plain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from accel.artifact import KINDS, Artifact, manifest_path
 from accel.errors import BadSource, UsageError
 
 if TYPE_CHECKING:
-    from accel.signature import DimRange
+    from accel.signature import DimRange, Signature
     from accel.sources.declare import Dims, Inputs
 
 # The main file of an artifact that is a folder (accel optimize writes these), in the order they are looked for.
@@ -48,6 +48,14 @@ def is_source(spec: str | Path) -> bool:
     return path.suffix not in KINDS and not made
 
 
+def renaming_note(artifact: Artifact) -> str | None:
+    """One sentence about an input that got another name than the parameter of ``forward`` that it goes into."""
+    renamed: Mapping[str, str] = artifact.source.get("renamed") or {}
+    for name, own in renamed.items():
+        return f"forward calls its input {own!r}; it is {name!r} in the artifact, as --input says"
+    return None
+
+
 def check_name(path: Path) -> None:
     """``BadSource`` for a name that is no UTF-8: no runtime opens it, and no manifest can hold it."""
     try:
@@ -63,11 +71,12 @@ def open_source(
     weights: Path | None = None,
     dims: Dims | None = None,
     tensorflow: Mapping[str, Any] | None = None,
+    like: Callable[[], Signature] | None = None,
 ) -> Artifact:
     """Whatever the user named, as an artifact: an artifact file or the folder it is in, an ONNX file from anywhere
     (``inputs`` then says no more than which integers an input takes and which dims have one size), a TensorFlow source
     (``tensorflow``: what ``tensorflow_source.open_tensorflow`` takes beside inputs and dims), or a PyTorch source (see
-    ``torch_source.open_torch``).
+    ``torch_source.open_torch``, ``like``, too).
 
     Raises ``BadSource`` (and ``InvalidModel``) where it can't be found, read or understood.
     """
@@ -105,7 +114,7 @@ def open_source(
     _check_no_tensorflow(text, tensorflow)
     from accel.sources.torch_source import open_torch
 
-    return open_torch(text, inputs=inputs, weights=weights, dims=ranges)
+    return open_torch(text, inputs=inputs, weights=weights, dims=ranges, like=like)
 
 
 def _check_no_tensorflow(text: str, tensorflow: Mapping[str, Any] | None) -> None:

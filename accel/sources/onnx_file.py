@@ -117,6 +117,8 @@ def _index_bounds(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
     origin = {v.name: v.name for v in model.graph.input if v.name not in rows}
     bounds: dict[str, tuple[int, int]] = {}
     for node in model.graph.node:
+        if node.op_type in ("Cast", "Identity", "DequantizeLinear") and node.input[0] in rows:
+            rows[node.output[0]] = rows[node.input[0]]
         if node.op_type in ("Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze") and node.input[0] in origin:
             origin[node.output[0]] = origin[node.input[0]]
         if node.op_type == "Gather" and node.input[0] in rows and node.input[1] in origin:

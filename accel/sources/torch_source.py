@@ -41,17 +41,27 @@ class Found:
 
 
 def open_torch(
-    spec: str, *, inputs: Inputs | None = None, weights: Path | None = None, dims: Dims | None = None
+    spec: str,
+    *,
+    inputs: Inputs | None = None,
+    weights: Path | None = None,
+    dims: Dims | None = None,
+    like: Callable[[], Signature] | None = None,
 ) -> Artifact:
     """The PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
     ``spec``: ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers folder.
     ``inputs``: overrides what the factory declares. ``weights``: a state dict, or the folder of a
-    training checkpoint, to load into what the factory makes.
+    training checkpoint, to load into what the factory makes. ``like``: the signature of another form of the model,
+    which is asked for where neither says what the model takes.
     """
     found = _find(spec, weights)
     given = parse_inputs(inputs) if inputs else ()
     specs = given or found.inputs
+    if not specs and like is not None:
+        other = like()
+        specs = given = other.inputs
+        found = replace(found, dims=other.dims)
     if not specs:
         parameters = _forward_parameters(found.module)
         example = f"{parameters[0] if parameters else 'x'}:float32[batch,3,224,224]"
@@ -69,7 +79,9 @@ def open_torch(
     files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
     state = state_sha256(found.module)
     code = _code_sha256(found.module)
-    sha256 = text_sha256("\n".join([state, code, *(f["sha256"] for f in files)]))
+    # Two factories of one file may differ in nothing else than what they set.
+    factory = spec.rpartition(":")[2] if ":" in spec else ""
+    sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
     return Artifact(
         path=found.path,
@@ -81,6 +93,7 @@ def open_torch(
             "spec": spec,
             "weights": str(weights) if weights else None,
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
+            **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,
             "state_sha256": state,
             "code_sha256": code,
@@ -125,6 +138,22 @@ def _code_sha256(module: torch.nn.Module) -> str:
         except (TypeError, OSError):
             continue
     return combined_sha256(sorted({file_sha256(Path(f)) for f in files if Path(f).is_file()}) or [""])
+
+
+def _renamed(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """The name that a single input was given in place of that of ``forward``'s first parameter: by ``NamedModule`` it
+    goes there by position."""
+    if len(specs) != 1:
+        return {}
+    parameters = _forward_parameters(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        anything = False
+    else:
+        kinds = {p.kind for p in inspect.signature(module.forward).parameters.values()}
+        anything = bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
+    if anything or not parameters or specs[0].name in parameters:
+        return {}
+    return {specs[0].name: parameters[0]}
 
 
 def _precision(module: torch.nn.Module) -> str:

@@ -79,7 +79,7 @@ class OutputGate:
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         dataset = Dataset.load(self.data, src.signature) if self.data else None
 
-        common = _what_both_take(src.signature, out.signature)
+        common = what_both_take(src.signature, out.signature)
 
         def feeds(seed: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
             return dataset.shaped(sizes, seed) if dataset else common.example_inputs(seed=seed, **sizes)
@@ -108,7 +108,7 @@ class OutputGate:
         )
 
 
-def _what_both_take(src: Signature, out: Signature) -> Signature:
+def what_both_take(src: Signature, out: Signature) -> Signature:
     """The inputs of ``src`` in the shapes and ranges of ``out``; where only one of them has a fixed dim, that one."""
     theirs = {spec.name: spec for spec in out.inputs}
     inputs = []

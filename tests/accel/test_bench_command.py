@@ -101,6 +101,19 @@ def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[.
         assert word in ran.stdout
 
 
+def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any], monkeypatch: Any) -> None:
+    """Fails if figures under which differences drown are shown as if they were good, or good ones as if they weren't;
+    every floor counts as noisy, then none."""
+    for least, noisy in ((0.0, True), (float("inf"), False)):
+        monkeypatch.setattr("accel.bench.report.NOISY_FLOOR", least)
+        ran = cli("bench", *two, *QUICK, "--json")
+        body = json.loads(ran.stdout)
+        wanted = [f"differences under {body['noise_floor']:.1%} can't be seen"] if noisy else []
+        assert [w for w in wanted if w not in "".join(body["warnings"])] == []
+        assert bool(body["warnings"]) is noisy
+        assert ("accel: warning: the machine is noisy" in ran.stderr) is noisy
+
+
 @pytest.mark.slow
 def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -> None:
     """Fails if a source can't be the baseline, its inputs can't be declared, or torch.compile can't be asked for."""

@@ -167,6 +167,70 @@ def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:
     assert list(tmp_path.glob("odd.onnx*")) == []
 
 
+PACKED = """
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+class Tagger(torch.nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(30, 8, padding_idx=0)
+        self.rnn = torch.nn.GRU(8, 6, batch_first=True, bidirectional=True)
+        self.last = last
+
+    def forward(self, ids):
+        lengths = (ids != 0).sum(1).clamp(min=1).cpu()
+        packed = pack_padded_sequence(self.words(ids), lengths, batch_first=True, enforce_sorted=False)
+        output, hidden = self.rnn(packed)
+        if self.last:
+            return torch.cat([hidden[0], hidden[1]], dim=1)
+        return pad_packed_sequence(output, batch_first=True)[0].sum(1)
+
+def last():
+    return Tagger(True)
+
+def every():
+    return Tagger(False)
+"""
+
+
+@pytest.mark.parametrize("factory", ["last", "every"])
+def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
+    """Fails if a packed sequence of uneven lengths isn't exported, by its last state or by its outputs, if the padding
+    counts in the file, if what is added for the exporter stays an output, or if the exporter's own words get out."""
+    (tmp_path / "packed.py").write_text(PACKED)
+    spec = f"{tmp_path / 'packed.py'}:{factory}"
+    out = tmp_path / "m.onnx"
+    ran = cli("export", spec, "--input", "ids:int64[batch,sequence]{0..29}", "-o", out, "-q")
+    assert ran.code == 0, ran.stderr
+    assert "Torch IR graph" not in capfd.readouterr().err
+    ids = np.array([[3, 4, 0, 0, 0], [5, 6, 7, 8, 9], [1, 0, 0, 0, 0]])
+    with accel.load(spec, inputs=["ids:int64[batch,sequence]{0..29}"]) as one, accel.load(out) as other:
+        wanted, found = one.run({"ids": ids}), other.run({"ids": ids})
+    assert list(found) == list(wanted) == ["output"]
+    np.testing.assert_allclose(found["output"], wanted["output"], atol=1e-5)
+
+
+def test_a_packed_sequence_that_no_exporter_does(
+    tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a model that packs and can't be exported isn't told that this is why, in one sentence with the fix."""
+    (tmp_path / "packed.py").write_text(PACKED)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("vector::_M_range_check")
+
+    monkeypatch.setitem(stage._RUNGS, "legacy", broken)
+    words = ["--input", "ids:int64[batch,sequence]{0..29}", "-o", tmp_path / "m.onnx", "-q"]
+    ran = cli("export", f"{tmp_path / 'packed.py'}:last", *words)
+    assert ran.code == 1
+    assert len(ran.stderr.splitlines()) == 1
+    assert "pack_padded_sequence" in ran.stderr
+    assert "take its outputs by the lengths or a mask" in ran.stderr
+    assert "one size instead of a dynamic one" not in ran.stderr
+
+
 def test_an_output_named_like_something_inside(tmp_path: Path) -> None:
     """Fails if a model whose output has the name of an inner value (`embedding`) can't be exported."""
     source = tmp_path / "named.py"

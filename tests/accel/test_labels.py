@@ -109,8 +109,13 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
     """Fails if a wrong file of labels is a traceback, or judges anyway."""
     words = ["optimize", digits.path, "--target", "ort-cpu", "--data", digits_data[0], "-o", tmp_path / "out"]
     short = save(tmp_path / "short.npz", label=np.arange(3))
+    flat = save(tmp_path / "flat.npz", label=np.zeros((128, 2), np.int64))
     for extra, message in (
-        (["--labels", short], "3 labels for 128 samples"),
+        (["--labels", short], "short.npz: 'label' has 3 labels for 128 samples"),
+        (
+            ["--labels", flat, "--label-metric", "top1"],
+            "flat.npz: 'label': labels for top1 are one finite number a sample, this is int64[128, 2]",
+        ),
         (["--labels", tmp_path / "none.npz"], "does not exist; check --labels"),
         (["--labels", short, "--metric", "accel.examples.digits:top1"], "either --metric or --labels"),
         (["--labels", short, "--label-metric", "f1"], "unknown label metric"),

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
-from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere
+from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession
 from accel.signature import Feeds, Signature, TensorSpec
@@ -104,7 +104,30 @@ def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
     with open_session(model, "onnxruntime") as session:
         with pytest.raises(RunFailed, match=r"ids \[1\].*data bounds.*check the inputs' values"):
             session.run({"ids": np.array([7])})
+        with pytest.raises(ValuesOutOfRange, match=r"input 'ids' holds 7, it takes 0\.\.2"):
+            session.run({"ids": np.array([0, 7])})
         assert session.run({"ids": np.array([2])})["y"].shape == (1, 2)
+        assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # from the end, as ONNX has it
+
+
+def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> None:
+    """Fails if whoever made the inputs is blamed for an index that a graph made from them: here ids + 2, of a table
+    that is written in int8."""
+    nodes = [
+        helper.make_node("DequantizeLinear", ["table", "scale"], ["floats"]),
+        helper.make_node("Add", ["ids", "two"], ["later"]),
+        helper.make_node("Gather", ["floats", "ids"], ["y"]),
+        helper.make_node("Gather", ["floats", "later"], ["z"]),
+    ]
+    weights = {"table": np.zeros((3, 2), np.int8), "scale": np.float32(1), "two": np.array(2)}
+    outputs: dict[str, tuple[int, list[int | str]]] = {"y": (FLOAT, ["n", 2]), "z": (FLOAT, ["n", 2])}
+    model = save(tmp_path / "later.onnx", nodes, {"ids": (TensorProto.INT64, ["n"])}, outputs, weights)
+    with open_session(model, "onnxruntime") as session:
+        with pytest.raises(RunFailed, match="data bounds") as caught:
+            session.run({"ids": np.array([1])})
+        assert not isinstance(caught.value, BadFeeds)
+        with pytest.raises(ValuesOutOfRange, match=r"input 'ids' holds 3, it takes 0\.\.2"):
+            session.run({"ids": np.array([3])})
 
 
 def test_feeds_need_not_be_contiguous(linear: Artifact) -> None:

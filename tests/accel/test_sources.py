@@ -284,6 +284,34 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
             open_onnx(path)
 
 
+def test_two_factories_of_one_file(tmp_path: Path) -> None:
+    """Fails if models of one class with the same weights and other settings are taken for the same: whichever was
+    opened first would be handed out of the cache for the other."""
+    path = tmp_path / "two_factories.py"
+    path.write_text(
+        "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"
+        "        self.by = by\n\n    def forward(self, x):\n        return x * self.by\n\n\n"
+        "def twice():\n    return Times(2.0)\n\n\ndef thrice():\n    return Times(3.0)\n"
+    )
+    found = {name: open_source(f"{path}:{name}", inputs=["x:float32[batch,1]"]) for name in ("twice", "thrice")}
+    assert found["twice"].digest != found["thrice"].digest
+    for name, by in (("twice", 2.0), ("thrice", 3.0)):
+        with open_session(found[name]) as session:
+            assert session.run({"x": np.ones((1, 1), np.float32)})["output"] == by
+
+
+def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
+    """Fails if --input renames the only input of a model and neither stderr nor the manifest says so; or if they do
+    where the name is forward's own."""
+    for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
+        out = tmp_path / f"{name}.onnx"
+        ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")
+        assert ran.code == 0, ran.stderr
+        manifest = json.loads(Path(f"{out}.manifest.json").read_text())
+        assert manifest["source"].get("renamed") == said
+        assert ("forward calls its input 'input'; it is 'pixels'" in ran.stderr) is (said is not None)
+
+
 def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
     """Fails if one of several inputs with a wrong name is silently fed to another parameter: here a and b swapped."""
     path = tmp_path / "two.py"

@@ -95,6 +95,34 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
     assert "leave out --weights" in ran.stderr
 
 
+def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
+    """Fails if verify or bench asks for the inputs of a factory that the artifact beside it declares, or leaves out
+    its ranges: beyond them, on 12 positions or token 20, the net fails."""
+    factory = f"{tmp_path / 'tokens.py'}:make"
+    (tmp_path / "tokens.py").write_text(
+        "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        torch.manual_seed(0)\n        self.words = torch.nn.Embedding(20, 4)\n"
+        "        self.places = torch.nn.Embedding(11, 4)\n\n    def forward(self, ids):\n"
+        "        return self.words(ids) + self.places(torch.arange(ids.shape[1]))\n\n\n"
+        "def make():\n    return Tokens()\n"
+    )
+    said = ["--input", "ids:int64[batch,n]{0..19}", "--dim", "n=2:5:11", "--dim", "batch=1:2:3"]
+    ran = cli("export", factory, *said, "-o", tmp_path / "tokens.onnx", "-q")
+    assert ran.code == 0, ran.stderr
+    bare = tmp_path / "bare.onnx"
+    bare.write_bytes((tmp_path / "tokens.onnx").read_bytes())
+    made = tmp_path / "tokens.onnx"
+    for pair in ((factory, made), (made, factory), (made, bare), (bare, made)):
+        ran = cli("verify", *pair, "--json", "-q")
+        assert ran.code == 0, ran.stderr
+        assert any("n=11" in case for case in json.loads(ran.stdout)["cases"])
+        assert not any("n=12" in case or "n=64" in case for case in json.loads(ran.stdout)["cases"])
+    assert "pass --input" in cli("verify", factory, factory, "-q").stderr
+    quick = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "-q"]
+    ran = cli("bench", made, "--against", factory, *quick)
+    assert ran.code == 0, ran.stderr
+
+
 def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> None:
     """Fails if a changed weight passes, or fails without saying which output is off by how much."""
     model = onnx.load(str(digits.path))

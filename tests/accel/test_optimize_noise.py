@@ -1,0 +1,222 @@
+"""What noise may do to accel optimize: a verdict it decided is said so, advised on and not repeated from the cache; and
+what a budget of time may not be overrun by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_builder as build
+import pytest
+
+from accel.artifact import Artifact
+from accel.bench import paired
+from accel.bench.report import BenchReport, Row
+from accel.cache import StageCache
+from accel.converters.simplify import SimplifyConfig
+from accel.errors import BadData
+from accel.optimizer.budget import Budget, OutOfTime
+from accel.optimizer.candidate import CandidateResult, attempt
+from accel.optimizer.choice import fastest
+from accel.optimizer.measurement import Effort, measured
+from accel.optimizer.noise import noise_notes, outcome_is_open, seems_faster
+from accel.optimizer.recipes import Recipe
+from accel.optimizer.search import not_faster
+from accel.optimizer.workload import workload
+from accel.progress import report, watched_by
+from accel.target import Target
+
+HIDDEN = {"verdict": "no measurable difference", "speedup": 1.5, "ci95": [0.9, 2.0], "noise_floor": 0.31}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Artifact:
+    """A model that is never run here."""
+    return build.square_root_of_square(tmp_path / "small.onnx")
+
+
+def row(name: str, ms: float, **measured: Any) -> CandidateResult:
+    return CandidateResult(name=name, measured={"median_ms": ms, **measured})
+
+
+def test_a_row_that_noise_decided_says_so() -> None:
+    """Fails if the noise floor, the interval or the advice is missing where noise decided, or is there where not."""
+    source = row("source", 10.0, verdict="baseline")
+    hidden = row("int8", 6.7, **HIDDEN)
+    same = row("fp32", 10.0, verdict="no measurable difference", speedup=1.01, ci95=[1.0, 1.02], noise_floor=0.31)
+    slower = row("bf16", 30.0, verdict="slower", speedup=0.3, ci95=[0.3, 0.3], noise_floor=0.31)
+    assert fastest(source, [hidden, same, slower]) is source
+    for part in ("1.50x", "0.90 to 2.00", "noise floor 31.0%"):
+        assert part in hidden.reason
+    assert same.reason == "not measurably faster than the source (no measurable difference)"
+    assert [r.hidden_by_noise for r in (hidden, same, slower)] == [True, False, False]
+    assert hidden.to_json()["hidden_by_noise"] is True
+    (note,) = noise_notes([hidden, same, slower], source, {"noise_floor": 0.31})
+    for part in ("int8 may be faster", "31.0%", "--rounds", "quiet machine", "--no-cache"):
+        assert part in note
+    assert noise_notes([same, slower], source, {"noise_floor": 0.31}) == []
+
+
+def test_noise_below_the_choice_is_no_news() -> None:
+    """Fails if somebody is told to measure again for a candidate that is slower than the one taken anyway."""
+    source, best = row("source", 10.0, verdict="baseline"), row("a", 3.0, verdict="faster", speedup=3.3)
+    hidden = row("b", 6.7, **HIDDEN)
+    assert fastest(source, [hidden, best]) is best
+    assert not hidden.hidden_by_noise
+    assert outcome_is_open([HIDDEN])
+    assert not outcome_is_open([HIDDEN, {"verdict": "faster", "speedup": 3.3}, {"verdict": None, "speedup": None}])
+    assert not seems_faster({"verdict": "no measurable difference"})
+
+
+def test_options_that_noise_decided_say_so() -> None:
+    """Fails if session options are left for noise without a word."""
+    base = row("a", 10.0, round_medians_ms=[10.0] * 9)
+    wild = row("a, 1 thread", 8.0, round_medians_ms=[5.0, 15.0, 8.0] * 3)
+    not_faster(wild, base, 0.4)
+    assert wild.reason.startswith("not measurably faster than a (it seems 1.25x")
+    assert "noise floor 40.0%" in wild.reason
+    assert wild.hidden_by_noise
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> list[str]:
+    """Stands for the benchmark: one candidate, this many times as fast; the names it was called with."""
+    called: list[str] = []
+
+    def measure(candidates: Any, feeds: Any, **_: Any) -> BenchReport:
+        called.append(candidates[1].name)
+        rows = [
+            Row(name=c.name, median_ms=ms, mean_ms=ms, speedup=s, ci95=(s, s), verdict=v, round_medians_ms=(ms,) * 5)
+            for c, ms, s, v in zip(candidates, (1.0, 1 / speedup), (1.0, speedup), ("baseline", verdict), strict=True)
+        ]
+        samples = {c.name: (np.array([1e6]),) for c in candidates}
+        return BenchReport(
+            rows=tuple(rows), baseline="source", noise_floor=0.3, twin=None, sizes={}, environment={"date": "today"},
+            seed=0, block_seconds=0.2, order=(), samples=samples,
+        )  # fmt: skip
+
+    monkeypatch.setattr(paired, "measure", measure)
+    return called
+
+
+@pytest.mark.parametrize(
+    ("speedup", "verdict", "times"),
+    [(1.2, "no measurable difference", 3), (1.2, "faster", 1), (1.0, "no measurable difference", 1)],
+)
+def test_what_noise_decided_is_not_taken_from_the_cache(
+    small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str, times: int
+) -> None:
+    """Fails if a candidate that lost by noise loses again from the cache, or if a verdict is measured twice."""
+    called = scripted(monkeypatch, speedup, verdict)
+    cache = StageCache(tmp_path / "cache")
+    work = workload(small.signature, None, objective="latency", sizes={}, batch=None, lengths=None, cores=1)
+    for turn in range(3):
+        source, other = (
+            CandidateResult(name=name, artifact=small, runtime="onnxruntime") for name in ("source", "other")
+        )
+        environment = measured(source, [other], work, 1, Effort(rounds=5), cache)
+        assert other.measured is not None
+        assert other.measured["noise_floor"] == 0.3
+        assert environment["cached"] is (turn > 0 and times == 1)
+    assert len(called) == times
+    notes = noise_notes([other], source, environment)
+    assert any("measured today" in note and "30.0%" in note for note in notes) is (times == 1)
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_under_way_is_given_up_with_the_budget() -> None:
+    """Fails if work that reports its progress goes on beyond its share, or if who watches hears nothing meanwhile."""
+    clock = Clock()
+    heard: list[str] = []
+    budget = Budget(100.0, clock)
+
+    def work() -> None:
+        with watched_by(lambda message, _: heard.append(message)), budget.within(0.75):
+            report("half")
+            clock.now = 76.0
+            report("late")
+            report("never")
+
+    with pytest.raises(OutOfTime):
+        work()
+    assert heard == ["half", "late"]
+    with Budget(None, clock).within(0.75):
+        report("no end")
+
+
+def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
+    small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a stage runs on although the time to measure is spent, or its row doesn't say why it isn't measured."""
+    clock = Clock()
+
+    def endless(*_: Any) -> None:
+        clock.now += 80.0
+        report("still at it")
+        raise AssertionError("not given up")
+
+    monkeypatch.setattr("accel.stage._make", endless)
+    recipe = Recipe(
+        name="a", target=Target.get("ort-cpu"), precision="fp32", stages=(("simplify", SimplifyConfig(), 1.0),)
+    )
+    made = attempt(recipe, small, None, None, 0.01, StageCache(), Budget(100.0, clock))  # type: ignore[arg-type]
+    assert made.status == "not tried"
+    assert made.reason == "80 s of the budget of 100 s were spent before its stage simplify was over"
+
+
+class Lane:
+    """Stands for a candidate's process: a block takes no time."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.error = name, None
+
+    def time_block(self, _: float) -> None:
+        return None
+
+
+def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if rounds go on after the time of the measurement is over, or fewer are timed than a verdict takes."""
+    lanes: Any = [Lane("a"), Lane("b"), Lane("a (again)")]
+    assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=0.0)) == 5
+    assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=float("inf"))) == 50
+
+
+def test_samples_that_the_source_cannot_run_are_found_first(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
+) -> None:
+    """Fails if a token that the vocabulary doesn't have is found when candidates are made, or sample and input aren't
+    named."""
+    import accel
+
+    build.artifact(
+        tmp_path / "m.onnx",
+        [build.node("Gather", "table ids", "e"), build.node("Tanh", "e", "y")],
+        {"ids": (build.INT64, ["batch", "n"])},
+        {"y": (build.FLOAT, ["batch", "n", 2])},
+        {"table": np.full((11, 2), 0.5, np.float32)},
+    )
+    ids = np.zeros((40, 5), np.int64)
+    ids[13, 3] = 11
+    np.savez(tmp_path / "bad.npz", ids=ids)
+    np.savez(tmp_path / "good.npz", ids=ids % 11)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a candidate was made")
+
+    monkeypatch.setattr("accel.api.optimize.attempt", never)
+    for given in ({"data": "bad.npz"}, {"data": "good.npz", "eval_data": "bad.npz"}):
+        files = {name: tmp_path / file for name, file in given.items()}
+        with pytest.raises(
+            BadData, match=r"bad\.npz: the model can't run on sample 13: .*'ids' holds 11, it takes 0\.\.10"
+        ):
+            accel.optimize(tmp_path / "m.onnx", out=tmp_path / "out", **files)  # type: ignore[arg-type]
+    ran = cli("optimize", tmp_path / "m.onnx", "--data", tmp_path / "bad.npz", "-o", tmp_path / "out", "-q")
+    assert (ran.code, "sample 13" in ran.stderr, "Traceback" in ran.stderr) == (2, True, False)

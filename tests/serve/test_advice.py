@@ -1,0 +1,130 @@
+"""What a client is told that sends what a model can't take, or sends it to the wrong place."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_builder as build
+import pytest
+import tritonclient.grpc as triton
+from serving import FLOAT, INT64, linear, plain
+from tritonclient.utils import InferenceServerException
+
+TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """``words`` looks its tokens up in a table of 11; ``later`` looks up the token three places on."""
+    root = tmp_path / "models"
+    for name, nodes in (
+        ("words", [build.node("Gather", "table ids", "y")]),
+        ("later", [build.node("Add", "ids three", "n"), build.node("Gather", "table n", "y")]),
+    ):
+        (root / name / "1").mkdir(parents=True)
+        build.artifact(
+            root / name / "1" / "model.onnx",
+            nodes,
+            {"ids": (INT64, ["batch", "n"])},
+            {"y": (FLOAT, ["batch", "n", 2])},
+            {"table": TABLE, "three": np.array(3)},
+        )
+    return root
+
+
+def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> None:
+    """Fails if a request's wrong token is called the server's failure, or if an index that the model itself computed is
+    called the client's."""
+    process = start(words, http_port=0)
+
+    def ask(model: str, *ids: int) -> np.ndarray:
+        given = triton.InferInput("ids", [1, len(ids)], "INT64")
+        given.set_data_from_numpy(np.array([ids], np.int64))
+        with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+            found: np.ndarray = client.infer(model, [given]).as_numpy("y")
+            return found
+
+    np.testing.assert_array_equal(ask("words", 10, 0), TABLE[[[10, 0]]])
+    with pytest.raises(InferenceServerException, match=r"input 'ids' holds 11, it takes 0\.\.10") as caught:
+        ask("words", 1, 11)
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    body = {"inputs": [{"name": "ids", "shape": [1, 1], "datatype": "INT64", "data": [99]}]}
+    status, answer = plain(process, "/v2/models/words/infer", json.dumps(body).encode())
+    assert (status, b"it takes 0..10" in answer) == (400, True)
+    with pytest.raises(InferenceServerException, match="data bounds") as caught:
+        ask("later", 9)
+    assert caught.value.status() == "StatusCode.INTERNAL"
+
+
+def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
+    """Fails if NaN in a file goes out without a word, is refused (some models take it), or a good file is warned of."""
+    url = f"127.0.0.1:{start(repository).ports['grpc']}"
+    x = np.ones((3, 4), np.float32)
+    np.savez(tmp_path / "good.npz", x=x)
+    x[1, 2] = np.nan
+    np.savez(tmp_path / "nan.npz", x=x)
+    (tmp_path / "nan.json").write_text('{"x": [[1, 1, 1, 1], [1, 1, NaN, Infinity]]}')
+    for file, count in (("nan.npz", 1), ("nan.json", 2)):
+        ran = cli("infer", "linear", "--url", url, "--input", tmp_path / file, "--json", "-q")
+        assert ran.code == 0, ran.stderr
+        assert f"warning: input 'x' holds {count} NaN or infinite values of" in ran.stderr
+        assert "the first at [1, 2]" in ran.stderr
+        assert json.loads(ran.stdout)["outputs"]["y"]["data"][3] is None
+    assert cli("infer", "linear", "--url", url, "--input", tmp_path / "good.npz", "-q").stderr == ""
+
+
+def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
+    """Fails if a client at the REST port, at an address with http:// or at something else is told that no server is
+    there."""
+    process = start(repository, http_port=0)
+    np.savez(tmp_path / "x.npz", x=np.ones((1, 4), np.float32))
+
+    def ask(url: str) -> tuple[int, str]:
+        ran = cli("infer", "linear", "--url", url, "--input", tmp_path / "x.npz", "-q", "--timeout", "30")
+        return ran.code, ran.stderr
+
+    code, said = ask(f"127.0.0.1:{process.ports['http']}")
+    assert (code, "speaks HTTP, not gRPC; give the server's gRPC port" in said) == (1, True), said
+    code, said = ask(f"http://127.0.0.1:{process.ports['grpc']}")
+    assert (code, "no gRPC address; give HOST:PORT" in said) == (2, True), said
+    assert ask(f"grpc://127.0.0.1:{process.ports['grpc']}") == (0, "")
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # it hangs up on whoever comes
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    mute.accept()[0].close()
+                except OSError:
+                    return
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        code, said = ask(f"127.0.0.1:{mute.getsockname()[1]}")
+        mute.shutdown(socket.SHUT_RDWR)
+    assert code == 1
+    assert "no server answers" not in said
+
+
+def test_check_says_what_a_run_found(words: Path, cli: Any) -> None:
+    """Fails if --check hides that a model refused the inputs it was tried with, or counts it as broken for that."""
+    linear(words / "linear" / "1")
+    (words / "tall" / "1").mkdir(parents=True)
+    build.artifact(
+        words / "tall" / "1" / "model.onnx",
+        [build.node("Add", "ids nine", "n"), build.node("Gather", "table n", "y")],
+        {"ids": (INT64, ["batch", 2])},
+        {"y": (FLOAT, ["batch", 2, 2])},
+        {"table": TABLE[:5], "nine": np.array(9)},
+    )
+    ran = cli("serve", words, "--check", "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    found = {m["name"]: m for m in json.loads(ran.stdout)["models"]}
+    assert {m["state"] for m in found.values()} == {"READY"}
+    assert "random inputs failed" in found["tall"]["warning"]
+    assert "data bounds" in found["tall"]["warning"]
+    assert found["linear"]["warning"] == ""
+    assert "data bounds" in cli("serve", words, "--check", "-q").stdout
