@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, beside
+from accel.bench.columns import with_values
 from accel.converters.kernel_table import fusions
 from accel.errors import MissingExtra
 from accel.optimizer.candidate import CandidateResult
@@ -55,7 +56,7 @@ def write_page(
             file=artifact.path.name,
             chosen=chosen,
             source=candidates[0],
-            candidates=candidates,
+            table=figures(candidates),
             objective=objective,
             max_drop=max_drop,
             pareto=pareto(candidates, max_drop),
@@ -75,6 +76,15 @@ def write_page(
     )
     with beside(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
+
+
+def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
+    """All that was measured: the ``columns`` in which a candidate has something to say, and the ``rows``, each a
+    candidate with its texts."""
+    rows = [row.bench_row() for row in candidates]
+    columns = [column for column in with_values(rows) if column.title not in ("session", "verdict")]
+    rows_of_texts = [[column.text(row) for column in columns] for row in rows]
+    return {"columns": columns, "rows": list(zip(candidates, rows_of_texts, strict=True))}
 
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
