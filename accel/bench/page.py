@@ -103,7 +103,8 @@ def html(points: Sequence[Body]) -> str:
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     shown = [
-        {"shape": shape_of(p), "noise": noise_of(p), "titles": cells(p)[0], "rows": cells(p)[1:], "bars": bars(p)}
+        {"shape": shape_of(p), "noise": noise_of(p), "rows": cells(p)[1:], "bars": bars(p)}
+        | {"columns": with_values(p["results"])}
         for p in points
     ]
     return environment.from_string(text).render(machine=machine_lines(points[0]), points=shown)

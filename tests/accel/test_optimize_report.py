@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,20 @@ def test_everything_measured_is_in_the_table() -> None:
     (row, texts) = found["rows"][1]
     assert row is rows[1]
     assert dict(zip(titles, texts, strict=True)) == {
-        "candidate": "best", "median ms": "2.50", "p99 ms": "4.75", "samples/s": "400.0", "speedup": "4.00x",
+        "median ms": "2.50", "p99 ms": "4.75", "samples/s": "400.0", "speedup": "4.00x",
         "95% interval": "3.92 to 4.08", "drop": "0.00400", "MB": "3.2", "load ms": "12.50", "first run ms": "3.00",
         "peak MiB": "345.6", "J a run": "0.250", "to device / compute / to host ms": "0.500 / 2.00 / 0.250",
     }  # fmt: skip
+
+
+def test_names_in_the_plot_are_apart() -> None:
+    """Fails if the names of points that lie close together are written over one another."""
+    rows = [candidate("source", 10.0, None)]
+    rows += [candidate(f"openvino int8 and more {i}", 5 + i / 100, 0.004 + i / 1e5) for i in range(4)]
+    drawn = pareto(rows, 0.01)
+    assert drawn is not None
+    heights = sorted(p["label_y"] for p in drawn["points"] if p["name"] != "source")
+    assert all(b - a >= 11 for a, b in pairwise(heights))
 
 
 @browser
