@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLD := $(VENV)/old-tritonclient
 
-.PHONY: demo test proof soak gpu lint format descriptors clean
+.PHONY: demo test proof ray soak gpu lint format descriptors clean
 
 $(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -17,9 +18,21 @@ demo: $(VENV)/ready
 	$(BIN)/python -m accel.examples.demo demo
 
 # Training in a process of its own: it forks ranks, beside which the thread pools of five runtimes have no business.
-test: $(VENV)/ready
-	$(BIN)/python -m pytest -q --ignore=tests/train
+test: $(VENV)/ready $(OLD)/ready
+	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q --ignore=tests/train
 	$(BIN)/python -m pytest -q tests/train
+
+# Triton's client as it was years ago can't be installed beside the new one: it is asked from an environment of its own.
+# Where that can't be had, its test is skipped.
+$(OLD)/ready: tests/serve/old_tritonclient.txt | $(VENV)/ready
+	$(PYTHON) -m venv $(OLD)
+	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary=:all: \
+		-r tests/serve/old_tritonclient.txt && touch $@ || rm -rf $(OLD)
+
+# The Ray Serve application with a real Ray, which is too large for everybody's environment.
+ray: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
+	$(BIN)/python -m pytest -q tests/serve/test_ray_app.py
 
 # Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers: minutes, so a command of its own.
 proof: $(VENV)/ready

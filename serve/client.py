@@ -80,10 +80,20 @@ class Inference:
 
 
 class InferenceClient:
-    """``url``: host:port. ``ca``: PEM of who signed the server's certificate, for TLS. ``timeout``: seconds a call may
-    take. Every call raises ``ServeError`` with the server's code and text."""
+    """``url``: host:port. ``ca``: PEM of who signed the server's certificate, for TLS. ``certificate`` and ``key``: PEM
+    of who asks, where the server wants to know. ``timeout``: seconds a call may take. Every call raises ``ServeError``
+    with the server's code and text. ``UsageError`` where only a part of the TLS files is given."""
 
-    def __init__(self, url: str, *, token: str | None = None, ca: Path | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        timeout: float = 60.0,
+    ) -> None:
         if "://" in url:
             kind, _, url = url.partition("://")
             if kind.lower() not in ("grpc", "grpcs"):
@@ -92,13 +102,13 @@ class InferenceClient:
         self._url, self._timeout, self._tls = url, timeout, ca is not None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         options = [("grpc.max_send_message_length", _INT32_MAX), ("grpc.max_receive_message_length", _INT32_MAX)]
+        if (certificate is None) != (key is None) or (certificate is not None and ca is None):
+            raise UsageError("a client's certificate needs --tls-certificate, --tls-key and --tls-ca")
         if ca is None:
             self._channel = grpc.insecure_channel(url, options)
         else:
-            try:
-                credentials = grpc.ssl_channel_credentials(ca.read_bytes())
-            except OSError as error:
-                raise BadData(f"can't read {ca}: {error.strerror}; check --tls-ca") from None
+            shown = (_pem(key, "--tls-key"), _pem(certificate, "--tls-certificate")) if certificate and key else ()
+            credentials = grpc.ssl_channel_credentials(_pem(ca, "--tls-ca"), *shown)
             self._channel = grpc.secure_channel(url, credentials, options)
 
     def call(self, method: str, **fields: Any) -> Any:
@@ -303,6 +313,13 @@ def not_finite(feeds: Mapping[str, np.ndarray]) -> list[str]:
             at = f", the first at {rows[0].tolist()}" if value.ndim else ""
             found.append(f"input '{name}' holds {len(rows)} NaN or infinite values of {value.size}{at}")
     return found
+
+
+def _pem(path: Path, option: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadData(f"can't read {path}: {error.strerror}; check {option}") from None
 
 
 def read_inputs(path: Path) -> dict[str, np.ndarray]:

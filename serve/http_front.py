@@ -168,6 +168,7 @@ class _Rest:
         return request.match_info.get("model", ""), request.match_info.get("version", "")
 
     async def _body(self, request: web.Request) -> bytes:
+        self._server.access.check(self._token(request))  # nobody else's bytes are read
         return await asyncio.wait_for(request.read(), _BODY_SECONDS)
 
     async def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:

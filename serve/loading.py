@@ -60,7 +60,7 @@ def load_version(
         config.CopyFrom(override)
     else:
         config, batch_given = folder.config()
-    _supported(config)
+    _supported(config, folder.name)
     if is_ensemble(config):
         return _load_ensemble(folder, version, loading, config, files)
     artifact = folder.open(version, config, loading.trust)
@@ -129,9 +129,21 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     )
 
 
-def _supported(config: ModelConfig) -> None:
+# What would change the answers, were it passed over: better no model than another one.
+_REFUSED = {
+    "batch_input": "send those inputs with the request",
+    "batch_output": "let the model give its outputs batch by batch",
+    "model_operations": "build what the model needs into it",
+    "model_repository_agents": "take it out; manifests say which files belong to a model",
+}
+
+
+def _supported(config: ModelConfig, name: str) -> None:
     if config.backend == "python":
-        raise BadRepository(f"model '{config.name}' is Python code, which is not run; export the model instead")
+        raise BadRepository(f"model '{name}' is Python code, which is not run; export the model instead")
+    for given, _ in config.ListFields():
+        if given.name in _REFUSED:
+            raise BadRepository(f"model '{name}': {given.name} is not supported; {_REFUSED[given.name]}")
 
 
 def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:

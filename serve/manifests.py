@@ -22,7 +22,8 @@ class Deployment:
 
     ``claim``: a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are
     Kubernetes quantities for each replica, ``gpus`` whole NVIDIA GPUs; ``min_replicas`` to ``max_replicas`` by load.
-    ``drain_seconds``: how long a replica that is stopped answers what it has taken.
+    ``drain_seconds``: how long a replica that is stopped answers what it has taken. ``words``: further options of its
+    ``accel serve``. ``secrets``: names of Secrets and the folders that they are mounted at.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Deployment:
     grpc_port: int = 8001
     http_port: int = 8000
     drain_seconds: int = 30
+    words: tuple[str, ...] = ()
+    secrets: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not _LABEL.fullmatch(self.name):
@@ -49,6 +52,8 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is no Kubernetes quantity; write it like 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is no range; give 1 <= min <= max")
+        if "--tls-client-ca" in self.words:
+            raise BadConfig("the probes of Kubernetes show no certificate; leave --tls-client-ca out, let a mesh ask")
 
 
 def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
@@ -60,9 +65,8 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
         "terminationGracePeriodSeconds": wanted.drain_seconds + 10,
         "containers": [_container(wanted)],
     }
-    if wanted.claim:
-        claim = {"claimName": wanted.claim, "readOnly": True}
-        spec["volumes"] = [{"name": "models", "persistentVolumeClaim": claim}]
+    if volumes := _volumes(wanted):
+        spec["volumes"] = volumes
     deployment = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -114,9 +118,8 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
         "scaleTarget": wanted.target_cpu_percent,
         "containers": [container],
     }
-    if wanted.claim:
-        claim = {"claimName": wanted.claim, "readOnly": True}
-        predictor["volumes"] = [{"name": "models", "persistentVolumeClaim": claim}]
+    if volumes := _volumes(wanted):
+        predictor["volumes"] = volumes
     return [
         {
             "apiVersion": "serving.kserve.io/v1beta1",
@@ -134,13 +137,15 @@ def _container(wanted: Deployment) -> dict[str, Any]:
     ports = ["--grpc-port", str(wanted.grpc_port), "--http-port", str(wanted.http_port)]
 
     def probe(path: str, period: int, failures: int) -> dict[str, Any]:
-        get = {"path": path, "port": wanted.http_port}
+        get: dict[str, str | int] = {"path": path, "port": wanted.http_port}
+        if "--tls-certificate" in wanted.words:
+            get["scheme"] = "HTTPS"  # the kubelet doesn't ask who signed it
         return {"httpGet": get, "periodSeconds": period, "failureThreshold": failures}
 
     found: dict[str, Any] = {
         "name": "accel",
         "image": wanted.image,
-        "command": ["accel", "serve", wanted.repository, "--host", "0.0.0.0", *ports],
+        "command": ["accel", "serve", wanted.repository, "--host", "0.0.0.0", *ports, *wanted.words],
         "ports": [
             {"name": "grpc", "containerPort": wanted.grpc_port},
             {"name": "http", "containerPort": wanted.http_port},
@@ -152,9 +157,17 @@ def _container(wanted: Deployment) -> dict[str, Any]:
         "livenessProbe": probe("/v2/health/live", 10, 3),
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
     }
-    if wanted.claim:
-        found["volumeMounts"] = [{"name": "models", "mountPath": wanted.repository, "readOnly": True}]
+    mounts = [("models", wanted.repository)] if wanted.claim else []
+    mounts += [(f"secret-{name}", folder) for name, folder in wanted.secrets]
+    if mounts:
+        found["volumeMounts"] = [{"name": name, "mountPath": path, "readOnly": True} for name, path in mounts]
     return found
+
+
+def _volumes(wanted: Deployment) -> list[dict[str, Any]]:
+    claim = {"name": "models", "persistentVolumeClaim": {"claimName": wanted.claim, "readOnly": True}}
+    secrets = [{"name": f"secret-{name}", "secret": {"secretName": name}} for name, _ in wanted.secrets]
+    return [*([claim] if wanted.claim else []), *secrets]
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:

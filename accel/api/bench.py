@@ -175,7 +175,7 @@ def _candidates(
         for runtime in dict.fromkeys(runtimes):
             name = _name(artifact, runtime, {c.name for c in ready})
             opener = _OPENERS.get(artifact.kind, Candidate.opener)
-            options = {"cuda_graph": True} if cuda_graph else {}
+            options = {"cuda_graph": True} if cuda_graph and artifact.kind == "engine" else {}
             ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, options=options, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
         raise UsageError(f"{also[0]} runs PyTorch sources and none was given; name one with --against")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from accel.artifact import beside
+from accel.bench.columns import session_of, with_values
 from accel.errors import MissingExtra, UsageError
-from accel.runtimes.base import SessionOptions
 
 ENDINGS = (".json", ".md", ".html")
 
@@ -66,41 +65,8 @@ def _one_cell(text: str) -> str:
 def cells(point: Body) -> list[list[str]]:
     """The titles of the columns, then a row a candidate. Columns that nobody has a value for are left out."""
     rows = point["results"]
-    columns = {
-        "candidate": [row["name"] for row in rows],
-        "session": sessions(point),
-        "median ms": [number(row["median_ms"]) for row in rows],
-        "p99 ms": [number(row["p99_ms"]) for row in rows],
-        "samples/s": [number(row["samples_per_second"]) for row in rows],
-        "speedup": [f"{row['speedup']:.2f}x" if row["speedup"] is not None else "" for row in rows],
-        "95% interval": [
-            f"{row['ci95'][0]:.2f} to {row['ci95'][1]:.2f}" if row["ci95"] and row["verdict"] != "baseline" else ""
-            for row in rows
-        ],
-        "verdict": [row["error"] or row["verdict"] or "" for row in rows],
-        "max abs diff": [f"{row['max_abs_diff']:.2g}" if row["max_abs_diff"] is not None else "" for row in rows],
-        "cosine": [f"{row['cosine']:.5f}" if row["cosine"] is not None else "" for row in rows],
-        "load ms": [number(row["load_ms"]) for row in rows],
-        "first run ms": [number(row["first_run_ms"]) for row in rows],
-        "peak MiB": [number(row["peak_rss_mb"]) for row in rows],
-        "J a run": [number(row["joules_per_run"]) for row in rows],
-        "to device / compute / to host ms": [_phases(row["phases_ms"]) for row in rows],
-    }
-    kept = {title: values for title, values in columns.items() if any(values)}
-    return [list(kept), *(list(row) for row in zip(*kept.values(), strict=True))]
-
-
-def _phases(phases: Mapping[str, float] | None) -> str:
-    names = ("host_to_device", "compute", "device_to_host")
-    return " / ".join(number(phases[name]) for name in names) if phases else ""
-
-
-def number(value: float | None) -> str:
-    """Three significant digits, never as a power of ten."""
-    if value is None:
-        return ""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:.{digits}f}"
+    shown = with_values(rows)
+    return [[column.title for column in shown], *([column.text(row) for column in shown] for row in rows)]
 
 
 def shape_of(point: Body) -> str:
@@ -108,28 +74,6 @@ def shape_of(point: Body) -> str:
     sizes = ", ".join(f"{dim} {size}" for dim, size in point["sizes"].items()) or "its fixed shape"
     found = {session_of(row) for row in point["results"]}
     return ", ".join([sizes, *(found if len(found) == 1 and all(found) else ())])
-
-
-def sessions(point: Body) -> list[str]:
-    """The session options of each row in words; nothing where all have the same, see ``shape_of``."""
-    found = [session_of(row) for row in point["results"]]
-    return found if len(set(found)) > 1 else [""] * len(found)
-
-
-def session_of(row: Body) -> str:
-    """``2 threads, no spinning``: its threads, and of the other options those that aren't the default."""
-    usual = {option.name: option.default for option in fields(SessionOptions)} | {"threads": None}
-    given = (row.get("options") or {}).items()
-    return ", ".join(_in_words(name, value) for name, value in given if value != usual.get(name))
-
-
-def _in_words(name: str, value: Any) -> str:
-    text = name.replace("_", " ")
-    if name in ("threads", "streams"):
-        return f"{value} {text.removesuffix('s') if value == 1 else text}"
-    if isinstance(value, bool):
-        return text if value else f"no {text}"
-    return f"{text} {value}"
 
 
 def noise_of(point: Body) -> str:
@@ -160,7 +104,8 @@ def html(points: Sequence[Body]) -> str:
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     shown = [
-        {"shape": shape_of(p), "noise": noise_of(p), "titles": cells(p)[0], "rows": cells(p)[1:], "bars": bars(p)}
+        {"shape": shape_of(p), "noise": noise_of(p), "rows": cells(p)[1:], "bars": bars(p)}
+        | {"columns": with_values(p["results"])}
         for p in points
     ]
     return environment.from_string(text).render(machine=machine_lines(points[0]), points=shown)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accel.bench import page
+from accel.bench.columns import with_values
 from accel.bench.statistics import NOISY_FLOOR, Ratio, Verdict
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def table(report: BenchReport) -> Table:
     """The report for a terminal: a row a candidate, what was held equal above, the noise floor below."""
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     point = report.to_json()
     made = Table(
@@ -157,35 +159,11 @@ def table(report: BenchReport) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    made.add_column("candidate", overflow="fold")
-    sessions = page.sessions(point)
-    if any(sessions):
-        made.add_column("session", overflow="fold")
-    for column in ("median ms", "p90", "p99", "samples/s", "speed-up", "95% interval"):
-        made.add_column(column, justify="right", no_wrap=True)
-    made.add_column("verdict", overflow="fold")
-    for column in ("max abs diff", "load ms", "first run ms", "peak MiB"):
-        made.add_column(column, justify="right", overflow="fold")
-    measured = any(row.joules_per_run is not None for row in report.rows)
-    if measured:
-        made.add_column("J a run", justify="right")
-    for row, session in zip(report.rows, sessions, strict=True):
-        if row.error is not None:
-            verdict = f"[red]{escape(row.error)}[/red]"
-        elif row.verdict in _COLOURS:
-            verdict = f"[{_COLOURS[row.verdict]}]{row.verdict}[/{_COLOURS[row.verdict]}]"
-        else:
-            verdict = row.verdict or ""
-        made.add_row(
-            escape(row.name),
-            *([escape(session)] if any(sessions) else []),
-            *(page.number(v) for v in (row.median_ms, row.p90_ms, row.p99_ms, row.samples_per_second)),
-            f"{row.speedup:.2f}x" if row.speedup is not None else "",
-            f"{row.ci95[0]:.2f}..{row.ci95[1]:.2f}" if row.ci95 and row.verdict != "baseline" else "",
-            verdict,
-            f"{row.max_abs_diff:.2g}" if row.max_abs_diff is not None else "",
-            *(page.number(v) for v in (row.load_ms, row.first_run_ms)),
-            f"{row.peak_rss_mb:.0f}" if row.peak_rss_mb is not None else "",
-            *([page.number(row.joules_per_run)] if measured else []),
-        )
+    shown = with_values(point["results"])
+    for column in shown:
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        made.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold")
+    for row in point["results"]:
+        colour = "red" if row["error"] is not None else _COLOURS.get(row["verdict"], "")
+        made.add_row(*(Text(column.text(row), style=colour if column.title == "verdict" else "") for column in shown))
     return made

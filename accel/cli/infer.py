@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 @click.option(
     "--tls-ca", type=click.Path(path_type=Path), help="PEM of who signed the server's certificate; turns TLS on."
 )
+@click.option(
+    "--tls-certificate", type=click.Path(path_type=Path), help="PEM that says who asks, for a server with a client CA."
+)
+@click.option("--tls-key", type=click.Path(path_type=Path), help="PEM, the key of that certificate.")
 @output_options
 def command(
     model: str,
@@ -59,6 +63,8 @@ def command(
     timeout: float,
     token: str | None,
     tls_ca: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
     say: Output,
 ) -> None:
     """Send arrays or images to MODEL on a server and show what comes back."""
@@ -73,7 +79,8 @@ def command(
         what = "--normalize is for" if normalize else "several --input are for"
         raise UsageError(f"{what} images; arrays come from one .npz or .json as they are")
     mean, std = read_normalize(normalize) if normalize else ((), ())
-    with InferenceClient(url, token=token, ca=tls_ca, timeout=timeout) as client:
+    tls = {"ca": tls_ca, "certificate": tls_certificate, "key": tls_key}
+    with InferenceClient(url, token=token, timeout=timeout, **tls) as client:
         if files:
             found = client.infer_images(
                 model, files, version=model_version, batch=batch, mean=mean, std=std, classes=classes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -13,7 +13,6 @@ from accel.cli.options import read_dims, read_sizes, sizes_option, source_option
 if TYPE_CHECKING:
     from accel.api.optimize import Optimization
     from accel.cli import Output
-    from accel.optimizer.candidate import CandidateResult
 
 
 @click.command("optimize")
@@ -162,37 +161,21 @@ def command(
 def table(result: Optimization) -> Any:
     """Every candidate with its figures, and which one was taken."""
     from rich.console import Group
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    shown = Table(title=f"{result.artifact.path}: {result.chosen}", title_justify="left")
+    from accel.bench.columns import named
+
+    shown = Table(title=Text(f"{result.artifact.path}: {result.chosen}"), title_justify="left")
     second = "samples/s" if result.objective == "throughput" else "p99 ms"
-    for column in ("candidate", "median ms", second, "speedup", "drop", "metric", "MB", "verdict"):
-        right = column not in ("candidate", "verdict")
-        shown.add_column(column, justify="right" if right else "left", no_wrap=right, overflow="fold")
-    for row in result.candidates:
-        shown.add_row(*_cells(row, result.objective))
-    return Group(shown, *map(escape, result.notes))
-
-
-def _cells(row: CandidateResult, objective: str) -> tuple[str, ...]:
-    measured, judged = row.measured or {}, row.judgement
-
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    speedup = measured.get("speedup")
-    status = f"[bold]{row.status}[/bold]" if row.status == "chosen" else row.status
-    reason = row.reason.replace("[", "\\[")
-    return (
-        row.name,
-        number(measured.get("median_ms"), ".2f"),
-        number(measured.get("samples_per_second"), ".4g")
-        if objective == "throughput"
-        else number(measured.get("p99_ms"), ".2f"),
-        "-" if speedup is None else f"{speedup:.2f}x",
-        number(judged.drop if judged else None, ".5f"),
-        number(judged.metric if judged else None, ".4f"),
-        number(row.megabytes, ".1f"),
-        f"{status}: {reason}" if reason else status,
-    )
+    columns = named("candidate", "median ms", second, "speedup", "drop", "metric", "MB", "verdict")
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        shown.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold")
+    for one in result.candidates:
+        row = one.bench_row()
+        texts = [Text(column.text(row) or "-") for column in columns]
+        if one.status == "chosen":
+            texts[-1].stylize("bold", 0, len(one.status))
+        shown.add_row(*texts)
+    return Group(shown, *map(Text, result.notes))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from accel.cli import output_options
-from accel.errors import MissingExtra
+from accel.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from accel.cli import Output
@@ -84,17 +86,27 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--manifest",
     type=click.Choice(["kubernetes", "kserve"]),
-    help="Print what deploys this server, and end. REPOSITORY is then the path inside the container.",
+    help="Print what deploys a server with these options, and end. REPOSITORY and other paths are then those inside "
+    "the container.",
 )
 @click.option("--image", default="", help="Of the manifest: the container image that has accel in it.")
 @click.option("--claim", default="", help="Of the manifest: the PersistentVolumeClaim mounted at REPOSITORY.")
+@click.option(
+    "--deploy",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of the manifest: cpu=2, memory=4Gi and gpus=1 of a replica, min-replicas=1, max-replicas=4, "
+    "target-cpu-percent=70, secret=NAME:/folder (mounted there: tokens, certificates). Repeatable.",
+)
 @click.option(
     "--check",
     is_flag=True,
     help="Load every model, run it once as its warm-up does, say what is wrong, and end.",
 )
 @output_options
+@click.pass_context
 def command(
+    context: click.Context,
     repository: str,
     no_http: bool,
     check: bool,
@@ -102,6 +114,7 @@ def command(
     manifest: str | None,
     image: str,
     claim: str,
+    deploy: tuple[str, ...],
     say: Output,
     **given: Any,
 ) -> None:
@@ -110,8 +123,11 @@ def command(
     REPOSITORY is a folder, or s3://, gs:// or http(s)://, mirrored into the cache and, with --mode poll, followed.
     """
     if manifest:
-        ports = {"grpc_port": given["grpc_port"], "http_port": http_port, "drain_seconds": round(given["drain"])}
-        _manifest(manifest, {"repository": repository, "image": image, "claim": claim, **ports}, say)
+        if no_http:
+            raise UsageError("the probes of a manifest ask over HTTP; leave out --no-http")
+        fields = {"repository": repository, "image": image, "claim": claim, "drain_seconds": ceil(given["drain"])}
+        fields |= {"grpc_port": given["grpc_port"], "http_port": http_port, "words": _words(context)}
+        _manifest(manifest, {**fields, **_deployed(deploy)}, say)
         return
     try:
         from accel.serve.options import ServeOptions
@@ -131,6 +147,48 @@ def command(
     else:
         ServingProcess(options).run()
         end()
+
+
+# What a manifest says in its own fields, or isn't for the server in the container.
+_OWN = (
+    "repository", "host", "grpc_port", "http_port", "manifest", "image", "claim", "deploy", "check", "as_json", "quiet",
+)  # fmt: skip
+
+
+def _words(context: click.Context) -> tuple[str, ...]:
+    """The options that were given, for the command line of the server in a container."""
+    words: list[str] = []
+    for option in context.command.params:
+        name = option.name or ""
+        if name in _OWN or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        flag = option.opts[0]
+        if isinstance(value, bool):
+            words.append(flag)
+        else:
+            words += [word for one in (value if isinstance(value, tuple) else (value,)) for word in (flag, str(one))]
+    return tuple(words)
+
+
+def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
+    """Fields of ``Deployment`` from ``KEY=VALUE`` each. ``UsageError`` for what isn't one."""
+    numbers = ("gpus", "min-replicas", "max-replicas", "target-cpu-percent")
+    found: dict[str, Any] = {}
+    secrets: list[tuple[str, str]] = []
+    for text in given:
+        key, _, value = text.partition("=")
+        name, _, folder = value.partition(":")
+        if key == "secret" and name and folder.startswith("/"):
+            secrets.append((name, folder))
+        elif key in ("cpu", "memory") and value:
+            found[key] = value
+        elif key in numbers and value.isascii() and value.isdigit():
+            found[key.replace("-", "_")] = int(value)
+        else:
+            known = f"cpu, memory, {', '.join(numbers)}: a number, or secret: NAME:/folder"
+            raise UsageError(f"--deploy {text} is not understood; write KEY=VALUE with {known}")
+    return {**found, "secrets": tuple(secrets)}
 
 
 def _manifest(kind: str, fields: dict[str, Any], say: Output) -> None:

@@ -60,6 +60,20 @@ class CandidateResult:
             **({"mixed": self.trajectory.to_json()} if self.trajectory else {}),
         }
 
+    def bench_row(self) -> dict[str, Any]:
+        """Its figures as a row of ``accel.bench.columns``; the verdict is this table's own."""
+        judged, measured = self.judgement, self.measured or {}
+        return {
+            **measured,
+            "name": self.name,
+            "ci95": None if measured.get("verdict") == "baseline" else measured.get("ci95"),
+            "drop": judged.drop if judged else None,
+            "metric": judged.metric if judged else None,
+            "megabytes": self.megabytes,
+            "error": None,
+            "verdict": f"{self.status}: {self.reason}" if self.reason else self.status,
+        }
+
     def missed(self, reason: str) -> None:
         """It is not tried, for this reason."""
         self.status, self.reason = "not tried", reason

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, beside
+from accel.bench.columns import with_values
 from accel.converters.kernel_table import fusions
 from accel.errors import MissingExtra
 from accel.optimizer.candidate import CandidateResult
@@ -55,7 +56,7 @@ def write_page(
             file=artifact.path.name,
             chosen=chosen,
             source=candidates[0],
-            candidates=candidates,
+            table=figures(candidates),
             objective=objective,
             max_drop=max_drop,
             pareto=pareto(candidates, max_drop),
@@ -75,6 +76,15 @@ def write_page(
     )
     with beside(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
+
+
+def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
+    """All that was measured: the ``columns`` in which a candidate has something to say (besides its name and verdict),
+    and the ``rows``, each a candidate with its texts."""
+    rows = [row.bench_row() for row in candidates]
+    columns = [column for column in with_values(rows) if column.right]
+    rows_of_texts = [[column.text(row) for column in columns] for row in rows]
+    return {"columns": columns, "rows": list(zip(candidates, rows_of_texts, strict=True))}
 
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
@@ -105,24 +115,39 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
             (m <= ms and (v >= value if by_metric else v <= value)) and (m, v) != (ms, value) for _, m, v in found
         )
     ]
+    points = [
+        {
+            "name": row.name,
+            "status": row.status,
+            "ms": ms,
+            "value": value,
+            "x": times.at(ms),
+            "y": quality.at(value),
+        }
+        for row, ms, value in found
+    ]
+    _place_names(points)
     return {
-        "points": [
-            {
-                "name": row.name,
-                "status": row.status,
-                "ms": ms,
-                "value": value,
-                "x": times.at(ms),
-                "y": quality.at(value),
-            }
-            for row, ms, value in found
-        ],
+        "points": points,
         "frontier": " ".join(f"{times.at(ms):.1f},{quality.at(v):.1f}" for ms, v in sorted(best)),
         "x_ticks": times.ticks(),
         "y_ticks": quality.ticks(),
         "label": "metric" if by_metric else "1 - cosine (divergence)",
         "limit": quality.at(limit) if limit > 0 or by_metric else None,
     }
+
+
+def _place_names(points: list[dict[str, Any]]) -> None:
+    """Give each point the ``label_y`` of its name: above it, or where another name is there already, below or farther
+    away. A letter is about 6 wide, as drawn to the right of the point, near the right edge to the left of it."""
+    taken: list[tuple[float, float, float]] = []
+    for point in points:
+        start = point["x"] + 8 if point["x"] < _WIDTH * 0.7 else point["x"] - 8 - 6 * len(point["name"])
+        end = start + 6 * len(point["name"])
+        tries = [point["y"] + by for by in (-7, 15, -19, 27, -31, 39)]
+        free = (y for y in tries if not any(abs(y - at) < 11 and start < e and s < end for s, e, at in taken))
+        point["label_y"] = round(next(free, tries[0]), 1)
+        taken.append((start, end, point["label_y"]))
 
 
 def _quality(row: CandidateResult, by_metric: bool, *, is_source: bool) -> float | None:
@@ -205,7 +230,8 @@ def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping
             columns = list(dict.fromkeys(name for node in kept for name in node))
             rows = [[_plain(node.get(name, "")) for name in columns] for node in kept[:_MOST_ROWS]]
             title = f"Kept in float32 ({record['name']})"
-            tables.append({"title": title, "text": f"{len(kept)} nodes.", "columns": columns, "rows": rows})
+            text = f"{len(kept)} node{'' if len(kept) == 1 else 's'}."
+            tables.append({"title": title, "text": text, "columns": columns, "rows": rows})
     return tables
 
 

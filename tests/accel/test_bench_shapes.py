@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from browser import browser, document, screenshot
 from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
@@ -19,7 +21,7 @@ from accel.bench import page
 from accel.bench.blocks import Block
 from accel.bench.energy import EnergyCounter
 from accel.bench.paired import Candidate, measure
-from accel.bench.report import Row
+from accel.bench.report import BenchReport, Row, table
 from accel.errors import UsageError
 from accel.signature import Signature, TensorSpec
 
@@ -45,12 +47,14 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if a shape is left out, measured at other sizes than it says, or the files don't hold all of them."""
+    """Fails if a shape is left out, measured at other sizes than it says, the files don't hold all of them, or one
+    that is no engine says that it ran as a CUDA graph."""
     outs = [tmp_path / f"r{ending}" for ending in page.ENDINGS]
     words = [w for out in outs for w in ("-o", out)]
-    ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", *QUICK, "--json", *words)
+    ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", "--cuda-graph", *QUICK, "--json", *words)
     assert ran.code == 0, ran.stderr
     points = json.loads(ran.stdout)["points"]
+    assert not any("cuda_graph" in p["results"][0]["options"] for p in points)
     assert [p["sizes"] for p in points] == [{"batch": b, "length": n} for b in (1, 3) for n in (8, 16)]
     assert all(p["results"][0]["iterations"] > 0 for p in points)
     assert json.loads(outs[0].read_text()) == json.loads(ran.stdout)
@@ -170,6 +174,33 @@ def body(**row: Any) -> dict[str, Any]:
     }
 
 
+def test_the_terminal_has_the_same_columns() -> None:
+    """Fails if the terminal leaves out what the page has, shows something else, or takes a name for markup."""
+    row = {"median_ms": 26.123, "p90_ms": 30.0, "p99_ms": 123.4, "speedup": 4.0, "ci95": (3.0, 5.0), "cosine": 0.99999}
+    phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
+    rows = (
+        Row(name="base", median_ms=1234.5, speedup=1.0, ci95=(1.0, 1.0), verdict="baseline"),
+        Row(name="[bold]x", verdict="faster", joules_per_run=0.75, phases_ms=phases, **row),
+        Row(name="lost", error="[1] crashed"),
+    )
+    point = body(name="other")
+    report = BenchReport(
+        rows=rows, baseline="base", noise_floor=0.02, twin=None, sizes={"batch": 1}, order=(), block_seconds=0.1,
+        environment=point["environment"], seed=0,
+    )  # fmt: skip
+    made = table(report)
+    titles, *cells = page.cells(report.to_json())
+    assert [column.header for column in made.columns] == titles
+    shown = [[cell.plain for cell in column.cells] for column in made.columns]
+    assert [list(cells) for cells in zip(*shown, strict=True)] == cells
+    second = dict(zip(titles, cells[1], strict=True))
+    assert (second["candidate"], second["median ms"], second["p99 ms"]) == ("[bold]x", "26.12", "123.4")
+    assert (second["95% interval"], second["verdict"], cells[2][titles.index("verdict")]) == (
+        "3.00 to 5.00", "faster", "[1] crashed",
+    )  # fmt: skip
+    assert cells[0][titles.index("95% interval")] == ""
+
+
 def test_columns_without_values_are_left_out() -> None:
     """Fails if an empty column is shown, or one that somebody has a value for is not."""
     titles = page.cells(body(name="other", error="crashed"))[0]
@@ -179,6 +210,34 @@ def test_columns_without_values_are_left_out() -> None:
     rows = page.cells(body(name="other", joules_per_run=0.75, phases_ms=phases, verdict="faster"))
     assert dict(zip(rows[0], rows[2], strict=True))["J a run"] == "0.750"
     assert dict(zip(rows[0], rows[2], strict=True))["to device / compute / to host ms"] == "0.500 / 2.00 / 0.250"
+
+
+@browser
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    """Fails if a shape or a candidate isn't drawn, a bar leaves the plot or has the colour of another verdict, or the
+    page isn't dark where the reader's system is."""
+    from PIL import Image
+
+    row = {"median_ms": 1.0, "p99_ms": 1.5, "speedup": 2.0, "ci95": [1.5, 2.5], "verdict": "faster"}
+    points = [body(name="a <i>name</i>", **row), body(name="b", **{**row, "verdict": "slower", "ci95": [0.4, 0.6]})]
+    points[1]["sizes"] = {"batch": 8}
+    page.write(tmp_path / "p.html", {"points": points})
+    address = f"file://{tmp_path / 'p.html'}"
+    shown = document(tmp_path, address)
+    assert [m[1] for m in re.finditer(r"<h2>(.*?)</h2>", shown)] == ["batch 1", "batch 8"]
+    assert shown.count("<svg") == 2
+    assert shown.count("<circle") == 4
+    assert "a &lt;i&gt;name" in shown
+    assert "<i>" not in shown
+    assert re.findall(r'<g [^>]*class="(\w+)"', shown) == ["baseline", "faster", "baseline", "slower"]
+    lightness = []
+    for scheme in ("0", "1"):  # dark, light
+        shot = screenshot(tmp_path, address, f"--blink-settings=preferredColorScheme={scheme}")
+        with Image.open(shot) as picture:
+            lightness.append(picture.convert("L").getpixel((3, 690)))
+            assert len(picture.convert("RGB").getcolors(1 << 20) or ()) > 20
+    assert lightness[0] < 60
+    assert lightness[1] > 200
 
 
 class Tags(HTMLParser):

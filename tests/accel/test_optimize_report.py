@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from accel.converters.quantize_sensitivity import Sensitivity
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.judge import Judgement
 from accel.optimizer.mixed_precision import Trajectory, Try
-from accel.optimizer.report_page import pareto, sensitivity, write_page
+from accel.optimizer.report_page import figures, pareto, sensitivity, write_page
 from accel.signature import Signature, TensorSpec
 
 HOSTILE = "</title></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
@@ -112,6 +113,33 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert all(64 <= x <= 696 and 16 <= y <= 316 for x, y in points.values())
     assert points["wrong"][0] < points["best model"][0] < points["source"][0]
     assert points["source"][1] < points["best model"][1] < points["wrong"][1]  # svg counts downwards
+
+
+def test_everything_measured_is_in_the_table() -> None:
+    """Fails if a figure of the measurement is left out, stands under another title, or a column is empty."""
+    rows = [candidate("source", 10.0, None), candidate("best", 2.5, 0.004, "chosen", megabytes=3.25)]
+    more = {"load_ms": 12.5, "first_run_ms": 3.0, "peak_rss_mb": 345.6, "joules_per_run": 0.25}
+    phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
+    rows[1].measured = {**(rows[1].measured or {}), **more, "phases_ms": phases, "verdict": "faster"}
+    found = figures(rows)
+    titles = [column.title for column in found["columns"]]
+    (row, texts) = found["rows"][1]
+    assert row is rows[1]
+    assert dict(zip(titles, texts, strict=True)) == {
+        "median ms": "2.50", "p99 ms": "4.75", "samples/s": "400.0", "speedup": "4.00x",
+        "95% interval": "3.92 to 4.08", "drop": "0.00400", "MB": "3.2", "load ms": "12.50", "first run ms": "3.00",
+        "peak MiB": "345.6", "J a run": "0.250", "to device / compute / to host ms": "0.500 / 2.00 / 0.250",
+    }  # fmt: skip
+
+
+def test_names_in_the_plot_are_apart() -> None:
+    """Fails if the names of points that lie close together are written over one another."""
+    rows = [candidate("source", 10.0, None)]
+    rows += [candidate(f"openvino int8 and more {i}", 5 + i / 100, 0.004 + i / 1e5) for i in range(4)]
+    drawn = pareto(rows, 0.01)
+    assert drawn is not None
+    heights = sorted(p["label_y"] for p in drawn["points"] if p["name"] != "source")
+    assert all(b - a >= 11 for a, b in pairwise(heights))
 
 
 @browser

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import ipaddress
+import re
+import ssl
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-from serving import Start
+from aiohttp import web
+from certificates import certificate
+from serving import Start, plain
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
 
 from accel.errors import BadRepository
-from accel.serve import proto
+from accel.serve import http_front, proto
 from accel.serve.access import bearer, read_tokens
 
 TOKENS = f"""
@@ -124,6 +123,67 @@ def test_http_wants_it_too(process: Any) -> None:
         assert caught.value.status() == "403"
 
 
+OPEN = {("GET", "/"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready")}
+# What a token without control may do on the server as a whole: what comes back is about its own models.
+READ = {
+    ("GET", path)
+    for path in (
+        "/live.json", "/metrics", "/v2", "/v2/models/stats", "/v2/logging", "/v2/trace/setting",
+        "/v2/systemsharedmemory/status", "/v2/cudasharedmemory/status",
+        "/v2/systemsharedmemory/region/{region}/status", "/v2/cudasharedmemory/region/{region}/status",
+    )
+} | {("POST", "/v2/repository/index")}  # fmt: skip
+
+
+def routes() -> set[tuple[str, str]]:
+    """Method and path of everything that the HTTP face answers, from its own table."""
+    application = web.Application()
+    rest = http_front._Rest(None, 1)  # type: ignore[arg-type]
+    rest.add_to(application)
+    rest.close()
+    found = {(r.method, r.resource.canonical) for r in application.router.routes() if r.resource is not None}
+    return {route for route in found if route[0] != "HEAD"}  # aiohttp's own, for each GET
+
+
+BODIES = {
+    "register": b'{"key": "/accel", "byte_size": 1}', "logging": b'{"log_verbose_level": 1}',
+    "setting": b'{"trace_rate": "5"}',
+}  # fmt: skip
+
+
+def status(process: Any, method: str, path: str, token: str | None, model: str) -> int:
+    for name, value in (("{model}", model), ("{version}", "1"), ("{region}", "nothing")):
+        path = path.replace(name, value)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    body = BODIES.get(path.rpartition("/")[2], b"{}")
+    return plain(process, path, body if method == "POST" else None, **headers)[0]
+
+
+@pytest.mark.parametrize("token", [None, "wrong", ""])
+def test_every_route_wants_a_token(process: Any, token: str | None) -> None:
+    """Fails if one path of the HTTP face, a new one too, answers a caller without a token that the server knows."""
+    table = routes()
+    assert len(table) > 30
+    assert table >= OPEN | READ
+    found = {route: status(process, *route, token, "linear") for route in table}
+    assert {route for route, code in found.items() if code != 401} == OPEN
+    assert {found[route] for route in OPEN} == {200}
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    for method, path in table:
+        if method == "POST":  # before it looks at what was sent
+            assert plain(process, re.sub("{.*?}", "1", path), b"[", **headers)[0] == 401, path
+
+
+def test_what_a_token_is_not_for_over_http(process: Any) -> None:
+    """Fails if a token controls the server over one of the paths, or reaches a model that it isn't for."""
+    table = routes()
+    found = {route: status(process, *route, "r-secret", "pair") for route in table - OPEN}
+    assert {route for route, code in found.items() if code != 403} == READ
+    assert status(process, "POST", "/v2/repository/models/{model}/unload", "r-secret", "linear") == 403
+    assert status(process, "GET", "/v2/models/{model}/config", "r-secret", "linear") == 200
+    assert status(process, "GET", "/v2/models/{model}/config", "o-secret", "pair") == 200
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -150,30 +210,6 @@ def test_the_header() -> None:
     assert bearer("Basic abc") is bearer("Bearer ") is bearer("abc") is bearer(None) is None
 
 
-def certificate(folder: Path, name: str, issuer: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """A certificate for 127.0.0.1 in ``name.pem`` and ``name.key``; signed by itself where there is no issuer."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer[0].subject if issuer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .sign(issuer[1] if issuer else key, hashes.SHA256())
-    )
-    (folder / f"{name}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    (folder / f"{name}.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return made, key
-
-
 @pytest.fixture
 def pki(tmp_path: Path) -> Path:
     for name in ("ca", "other"):
@@ -194,6 +230,19 @@ def live(port: int, pki: Path, root: str, client: str | None = None) -> bool:
         return False
 
 
+def live_over_https(port: int, pki: Path, root: str, client: str | None = None) -> bool:
+    context = ssl.create_default_context(cafile=str(pki / f"{root}.pem"))
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # these certificates say only what they have to
+    if client:
+        context.load_cert_chain(pki / f"{client}.pem", pki / f"{client}.key")
+    try:
+        address = f"https://127.0.0.1:{port}/v2/health/live"
+        with urllib.request.urlopen(address, context=context, timeout=30) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
 def test_tls(repository: Path, start: Start, pki: Path) -> None:
     """Fails if a client takes a certificate of another issuer, or a plain connection gets through."""
     tls = {"tls_certificate": str(pki / "ca-server.pem"), "tls_key": str(pki / "ca-server.key")}
@@ -206,17 +255,37 @@ def test_tls(repository: Path, start: Start, pki: Path) -> None:
         pytest.raises(InferenceServerException),
     ):
         client.is_server_live(client_timeout=5)
+    assert live_over_https(process.ports["http"], pki, "ca")
+    assert not live_over_https(process.ports["http"], pki, "other")
+    with pytest.raises(OSError):
+        plain(process, "/v2/health/live")
 
 
-def test_mutual_tls(repository: Path, start: Start, pki: Path) -> None:
-    """Fails if a client without a certificate, or with one that another issuer signed, gets through."""
+def test_mutual_tls(repository: Path, start: Start, pki: Path, cli: Any) -> None:
+    """Fails if a client without a certificate, or with one that another issuer signed, gets through, on either face; or
+    if ``accel infer`` can't show one."""
     process = start(
         repository,
+        http_port=0,
         tls_certificate=str(pki / "ca-server.pem"),
         tls_key=str(pki / "ca-server.key"),
         tls_client_ca=str(pki / "ca.pem"),
     )
-    port = process.ports["grpc"]
-    assert live(port, pki, "ca", "ca-client")
-    assert not live(port, pki, "ca")
-    assert not live(port, pki, "ca", "other-client")
+    for face, ask in (("grpc", live), ("http", live_over_https)):
+        port = process.ports[face]
+        assert ask(port, pki, "ca", "ca-client")
+        assert not ask(port, pki, "ca")
+        assert not ask(port, pki, "ca", "other-client")
+    np.savez(pki / "x.npz", x=np.ones((1, 4), np.float32))
+    words = ["infer", "linear", "--url", f"127.0.0.1:{process.ports['grpc']}", "--input", pki / "x.npz", "-q"]
+    words += ["--tls-ca", pki / "ca.pem", "--timeout", "60"]
+    shown = ["--tls-certificate", pki / "ca-client.pem", "--tls-key", pki / "ca-client.key"]
+    assert cli(*words, *shown).code == 0
+    assert cli(*words).code == 1
+    for lacking in (shown[:2], shown[2:]):
+        ran = cli(*words, *lacking)
+        assert ran.code == 2
+        assert "needs --tls-certificate, --tls-key and --tls-ca" in ran.stderr
+    ran = cli(*words, *shown[:3], pki / "nothing.key")
+    assert ran.code == 2
+    assert "check --tls-key" in ran.stderr

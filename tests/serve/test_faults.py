@@ -7,6 +7,8 @@ import os
 import queue
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -183,6 +185,67 @@ def test_a_deadline_that_passes(faulty: Any) -> None:
         faulty.released.set()
         assert idle(faulty)
         ask(client, "bad", 3)
+
+
+def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
+    """Fails if a request whose caller has given up while it waited is run, or another code says so."""
+    with client_of(faulty) as client, client_of_its_own(faulty) as other, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, client, "bad", 2)
+        assert faulty.running.acquire(timeout=60)
+        ran = list(faulty.sessions[-1].sizes)
+        late = pool.submit(ask, other, "bad", 3, client_timeout=3)
+        until(lambda: late.done() or faulty.server.repository.get("bad").statistics().queue_depth == 1)
+        with pytest.raises(InferenceServerException) as caught:
+            late.result(60)
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        faulty.released.set()
+        first.result(60)
+        assert idle(faulty)
+        assert faulty.sessions[-1].sizes == ran  # of the first request, which was running by then
+        ask(client, "bad", 3)
+
+
+CLIENT = """
+import sys
+import numpy as np
+import tritonclient.grpc as triton
+
+with triton.InferenceServerClient(sys.argv[1]) as client:
+    given = triton.InferInput("x", [1, 4], "FP32")
+    given.set_data_from_numpy(np.full((1, 4), float(sys.argv[2]), np.float32))
+    client.infer("bad", [given])
+"""
+
+
+@pytest.mark.parametrize("mark", ["2", "3"])
+def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
+    """Fails if the death of a client's process in the middle of its request, run (2) or waiting (3), leaves the request
+    in the books, runs one that nobody waits for any more, or costs the server or another caller anything."""
+    address = f"127.0.0.1:{faulty.ports['grpc']}"
+    model = faulty.server.repository.get("bad")
+    with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:
+        first = None
+        if mark == "3":
+            first = pool.submit(ask, client, "bad", 2)
+            assert faulty.running.acquire(timeout=60)
+        killed = subprocess.Popen([sys.executable, "-W", "ignore", "-c", CLIENT, address, mark])
+        try:
+            if mark == "3":
+                until(lambda: model.statistics().queue_depth == 1)
+            else:
+                assert faulty.running.acquire(timeout=60)
+        finally:
+            killed.kill()
+            killed.wait(60)
+        if mark == "3":
+            until(lambda: model.statistics().queue_depth == 0)
+        ran = list(faulty.sessions[-1].sizes)
+        faulty.released.set()
+        assert first is None or first.result(60) is not None
+        assert idle(faulty)
+        assert faulty.sessions[-1].sizes == ran
+        ask(client, "bad", 3)
+        ask(client, "good")
 
 
 def test_a_client_that_vanishes(faulty: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ validate = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
 
 PLAIN = Deployment(name="minilm", image="registry.example/accel:0.1")
-WHOLE = Deployment(name="minilm", image="accel:0.1", claim="models", gpus=1, cpu="500m", min_replicas=2, http_port=9000)
+WHOLE = Deployment(
+    name="minilm", image="accel:0.1", claim="models", gpus=1, cpu="500m", min_replicas=2, http_port=9000,
+    words=("--tls-certificate", "/tls/c.pem", "--tls-key", "/tls/k.pem"),
+    secrets=(("tls", "/tls"), ("tokens", "/tokens")),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
@@ -66,6 +71,7 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
         ({"image": ""}, "--image"),
         ({"memory": "4 GB"}, "quantity"),
         ({"min_replicas": 5}, "range"),
+        ({"words": ("--tls-client-ca", "/ca.pem")}, "--tls-client-ca"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_here(fields: dict[str, Any], words: str) -> None:
@@ -84,3 +90,40 @@ def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
     assert documents[0]["metadata"]["name"] == "models"
     ran = cli("serve", "/models", "--manifest", "kserve")
     assert (ran.code, "--image" in ran.stderr) == (2, True)
+
+
+def test_the_options_reach_the_container(cli: Any) -> None:
+    """Fails if an option of the same command line is lost on its way into the container, one that wasn't given is
+    there, a probe doesn't speak TLS where the server does, or a file that it reads isn't mounted."""
+    words = ["--mode", "poll", "--processes", "2", "--drain", "45.5", "--tokens", "/secrets/t.toml", "--insecure"]
+    words += ["--rate-limit-resource", "A:1", "--rate-limit-resource", "B:2"]
+    words += ["--tls-certificate", "/tls/c.pem", "--tls-key", "/tls/k.pem"]
+    deploy = ["cpu=500m", "memory=1Gi", "gpus=1", "min-replicas=2", "max-replicas=8", "target-cpu-percent=50"]
+    deploy += ["secret=accel-tokens:/secrets", "secret=accel-tls:/tls"]
+    deployed = [word for text in deploy for word in ("--deploy", text)]
+    ran = cli("serve", "/models", "--manifest", "kubernetes", "--image", "accel:0.1", *words, *deployed)
+    assert ran.code == 0, ran.stderr
+    deployment, _, autoscaler = yaml.safe_load_all(ran.stdout)
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    command = container["command"]
+    assert command[: command.index("8000") + 1] == [
+        "accel", "serve", "/models", "--host", "0.0.0.0", "--grpc-port", "8001", "--http-port", "8000",
+    ]  # fmt: skip
+    options = [word for word in command[command.index("8000") + 1 :] if word.startswith("--")]
+    assert sorted(options) == sorted(word for word in words if word.startswith("--"))
+    for name, value in (("--mode", "poll"), ("--processes", "2"), ("--drain", "45.5"), ("--tokens", "/secrets/t.toml")):
+        assert command[command.index(name) + 1] == value
+    assert [b for a, b in pairwise(command) if a == "--rate-limit-resource"] == ["A:1", "B:2"]
+    assert spec["terminationGracePeriodSeconds"] == 56
+    assert container["resources"]["limits"] == {"cpu": "500m", "memory": "1Gi", "nvidia.com/gpu": 1}
+    assert (autoscaler["spec"]["minReplicas"], autoscaler["spec"]["maxReplicas"]) == (2, 8)
+    assert {container[p]["httpGet"]["scheme"] for p in ("startupProbe", "readinessProbe", "livenessProbe")} == {"HTTPS"}
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    found = {mounted[volume["name"]]: volume["secret"]["secretName"] for volume in spec["volumes"]}
+    assert found == {"/secrets": "accel-tokens", "/tls": "accel-tls"}
+    for wrong in ("gpus=many", "secret=x", "disk=1", "cpu="):
+        ran = cli("serve", "/models", "--manifest", "kserve", "--image", "accel:0.1", "--deploy", wrong)
+        assert (ran.code, wrong in ran.stderr) == (2, True)
+    ran = cli("serve", "/models", "--manifest", "kserve", "--image", "accel:0.1", "--no-http")
+    assert (ran.code, "--no-http" in ran.stderr) == (2, True)

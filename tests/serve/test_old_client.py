@@ -1,7 +1,9 @@
 """Triton's Python client as it was years ago, from an environment of its own: it can't be installed beside the new one.
 
-python -m venv old && old/bin/pip install "tritonclient[grpc,http]==2.41.0"
-ACCEL_OLD_TRITONCLIENT=old python -m pytest -m nightly tests/serve/test_old_client.py
+``make test`` makes that environment. By hand:
+
+python -m venv old && old/bin/pip install --no-deps -r tests/serve/old_tritonclient.txt
+ACCEL_OLD_TRITONCLIENT=old python -m pytest tests/serve/test_old_client.py
 """
 
 from __future__ import annotations
@@ -75,8 +77,10 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.nightly
-@pytest.mark.skipif("ACCEL_OLD_TRITONCLIENT" not in os.environ, reason="ACCEL_OLD_TRITONCLIENT names no environment")
+@pytest.mark.skipif(
+    not Path(os.environ.get("ACCEL_OLD_TRITONCLIENT", "nothing"), "bin", "python").exists(),
+    reason="ACCEL_OLD_TRITONCLIENT names no environment",
+)
 def test_an_older_client(repository: Path, serve: Any) -> None:
     """Fails if a call of the old client isn't understood, or it doesn't understand an answer."""
     served = serve(str(repository), "--mode", "explicit", "--load-model", "*")

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,52 @@ def test_a_killed_process(two: Any) -> None:
     assert len(load.errors) <= 4 * 20  # those under way, and tries while the connection was made again
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert two.process.poll() is None
+
+
+def owner(port: int, among: list[int]) -> int | None:
+    """Which of the processes has the other end of the connection that comes from ``port``."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ends = {f"socket:[{row[9]}]" for row in rows if int(row[2].rpartition(":")[2], 16) == port}
+    for pid in among:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if str(file.readlink()) in ends:
+                    return pid
+    return None
+
+
+def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) -> None:
+    """Fails if the death of a process costs a request that another process is running, or one of its own is answered,
+    or hangs, as if nothing had been."""
+    linear(tmp_path / "bad" / "1")
+    (tmp_path / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
+    served = serve(str(tmp_path), "--processes", "2", path=FAULTY)
+    port = served.wait_for("all processes serve")["ports"]["http"]
+    dead, alive = pids(served)
+    held: dict[int, list[HTTPConnection]] = {dead: [], alive: []}
+    with ExitStack() as stack:
+        for _ in range(200):  # the kernel chooses the process
+            made = stack.enter_context(closing(HTTPConnection("127.0.0.1", port, timeout=100)))
+            made.request("GET", "/v2/health/live")
+            assert made.getresponse().read() == b""
+            found = held[owner(made.sock.getsockname()[1], [dead, alive]) or 0]
+            if len(found) < 2:
+                found.append(made)
+            if all(len(some) == 2 for some in held.values()):
+                break
+        for pid, mark in ((dead, 2), (alive, 5)):
+            for made in held[pid]:
+                x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [mark] * 4}
+                made.request("POST", "/v2/models/bad/infer", json.dumps({"inputs": [x]}))
+        served.wait_for("hangs\n", 2)
+        served.wait_for("takes its time\n", 2)
+        os.kill(dead, signal.SIGKILL)
+        for made in held[dead]:
+            with pytest.raises(ConnectionError):
+                made.getresponse()
+        for made in held[alive]:
+            answer = json.load(made.getresponse())
+            np.testing.assert_allclose(answer["outputs"][0]["data"], 5 * WEIGHTS.sum(0), rtol=1e-5)
 
 
 def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> None:

@@ -1,0 +1,203 @@
+"""Does `accel bench` say what is so? A model against itself, and against itself with a tenth more time for every run.
+
+    python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
+    python benchmarks/bench_itself.py same-01 delayed-01 --again
+
+Real sessions, real processes, the verdicts that a user gets. For a quiet machine: minutes. Of the 40 runs of a model
+against itself at most one in 20 may say that there is a difference; the delay is to be found in every one of the 20.
+Each run has its own seed, and with it its own order of the blocks; the runtimes take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from result_rows import measure_rows, row_arguments
+
+from accel.artifact import Artifact
+from accel.bench import page as bench_page
+from accel.bench.paired import Candidate, measure
+from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.runtimes.base import Session, open_session
+from accel.sources import open_source
+from accel.stage import run_stage
+
+RUNTIMES = ("onnxruntime", "openvino")
+SAME, DELAYED = 40, 20
+SHARE = 0.1  # of a run's own time, added to it
+MOST_FALSE = 1 / 20
+WIDTH, LAYERS, BATCH = 512, 6, 16
+
+
+class Delayed:
+    """A session, each run of which takes ``SHARE`` longer than it does by itself."""
+
+    def __init__(self, session: Session) -> None:
+        self.signature = session.signature
+        self._session = session
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The outputs; the rest of the time is spent waiting for the clock, as a slower layer would spend it."""
+        start = time.perf_counter_ns()
+        outputs = self._session.run(feeds)
+        now = time.perf_counter_ns()
+        end = now + int((now - start) * SHARE)
+        while time.perf_counter_ns() < end:
+            pass
+        return outputs
+
+
+def delayed(candidate: Candidate) -> Delayed:
+    """What opens the delayed candidate in its process."""
+    return Delayed(open_session(candidate.artifact, candidate.runtime, candidate.options))
+
+
+def models(folder: Path) -> dict[str, Artifact]:
+    """By runtime a perceptron of ``LAYERS`` layers: about a millisecond, as the models for which a tenth matters."""
+    rng = np.random.default_rng(0)
+    nodes, weights, last = [], [], "x"
+    for layer in range(LAYERS):
+        weight = rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) / np.float32(np.sqrt(WIDTH))
+        weights.append(numpy_helper.from_array(weight, f"w{layer}"))
+        nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [f"h{layer}"]))
+        last = "y" if layer == LAYERS - 1 else f"a{layer}"
+        nodes.append(helper.make_node("Relu", [f"h{layer}"], [last]))
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "perceptron", values[:1], values[1:], weights)
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(made, folder / "perceptron.onnx")
+    source = open_source(folder / "perceptron.onnx")
+    converted = run_stage("openvino_from_onnx", source, OpenVinoFromOnnxConfig(), out=folder / "perceptron.xml")
+    return {"onnxruntime": source, "openvino": converted}
+
+
+def names(same: int = SAME, late: int = DELAYED) -> list[str]:
+    """The runs in their order: both kinds mixed evenly, so that a part of them says something of each."""
+    made = [((i + 0.5) / same, f"same-{i + 1:02}") for i in range(same)]
+    made += [((i + 0.5) / late, f"delayed-{i + 1:02}") for i in range(late)]
+    return [name for _, name in sorted(made)]
+
+
+def run(name: str, artifacts: Mapping[str, Artifact], rounds: int, block_seconds: float) -> dict[str, Any]:
+    """One run of the benchmark, as a user starts it: the baseline, its twin, and the candidate of that name."""
+    kind, _, number = name.partition("-")
+    runtime = RUNTIMES[int(number) % len(RUNTIMES)]
+    artifact = artifacts[runtime]
+    opener = f"{Path(__file__).stem}:delayed" if kind == "delayed" else Candidate.opener
+    candidates = [
+        Candidate("model", artifact, runtime=runtime),
+        Candidate(kind, artifact, runtime=runtime, opener=opener),
+    ]
+    feeds = artifact.signature.example_inputs(seed=0, batch=BATCH)
+    seed = int(number) + (1000 if kind == "delayed" else 0)
+    report = measure(candidates, feeds, rounds=rounds, block_seconds=block_seconds, seed=seed)
+    row = report.row(kind)
+    if row.error is not None:
+        raise RuntimeError(row.error)
+    point = report.to_json()
+    found = next(one for one in point["results"] if one["name"] == kind)
+    return {
+        "kind": kind,
+        "runtime": runtime,
+        "verdict": row.verdict,
+        "speedup": found["speedup"],
+        "ci95": found["ci95"],
+        "noise_floor": point["noise_floor"],
+        "median_ms": found["median_ms"],
+        "rounds": row.rounds,
+        "block_seconds": block_seconds,
+        "seed": seed,
+        "machine": bench_page.machine_lines(point),
+    }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``right`` of ``runs`` runs said what is so; ``holds``: at least so many as claimed. ``wrong``: the others."""
+
+    text: str
+    right: int
+    runs: int
+    wrong: tuple[str, ...]
+    holds: bool
+
+
+def claims(rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    """What the runs so far say of the two claims."""
+    found = []
+    for kind, wanted, text, allowed in (
+        ("same", "no measurable difference", "a model against itself: at most one false verdict in 20", MOST_FALSE),
+        ("delayed", "slower", f"a delay of {SHARE:.0%} is found", 0.0),
+    ):
+        runs = {name: row for name, row in rows.items() if row["kind"] == kind}
+        wrong = tuple(name for name, row in runs.items() if row["verdict"] != wanted)
+        holds = bool(runs) and len(wrong) <= allowed * len(runs)
+        found.append(Claim(text, len(runs) - len(wrong), len(runs), wrong, holds))
+    return found
+
+
+def page(body: Mapping[str, Any]) -> str:
+    """The results page."""
+    rows = body["rows"]
+    first = next(iter(rows.values()))
+    lines = [
+        "# accel bench, measured by itself",
+        "",
+        *(f"{line}  " for line in first["machine"]),
+        f"{LAYERS} layers of {WIDTH} by {WIDTH}, batch {BATCH}, float32; {first['rounds']} rounds of "
+        f"{first['block_seconds']:g} s. Made by `python benchmarks/bench_itself.py`.",
+        "",
+        "| claim | right | runs | wrong | |",
+        "|---|---|---|---|---|",
+    ]
+    for claim in claims(rows):
+        verdict = "holds" if claim.holds else "does not hold"
+        lines.append(f"| {claim.text} | {claim.right} | {claim.runs} | {', '.join(claim.wrong)} | {verdict} |")
+    lines += [
+        "",
+        "| run | runtime | median ms | speedup | 95% interval | noise floor | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        low, high = row["ci95"]
+        lines.append(
+            f"| {name} | {row['runtime']} | {row['median_ms']:.3f} | {row['speedup']:.3f}x | {low:.3f} to {high:.3f} "
+            f"| {row['noise_floor']:.1%} | {row['verdict']} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Run what is asked for, and write what came out after each run."""
+    parser: argparse.ArgumentParser = row_arguments(__doc__, "same-01 delayed-01")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--block-seconds", type=float, default=0.08)
+    parser.add_argument("--same", type=int, default=SAME, help="runs of the model against itself")
+    parser.add_argument("--delayed", type=int, default=DELAYED, help="runs with the delay")
+    asked = parser.parse_args()
+    # The process of a candidate finds its opener here.
+    sys.path.insert(0, str(Path(__file__).parent))
+    with tempfile.TemporaryDirectory() as folder:
+        artifacts = models(Path(folder))
+        measure_rows(
+            parser,
+            asked,
+            names(asked.same, asked.delayed),
+            "bench_itself",
+            lambda name: run(name, artifacts, asked.rounds, asked.block_seconds),
+            page,
+        )
+
+
+if __name__ == "__main__":
+    main()

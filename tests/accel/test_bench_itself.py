@@ -1,0 +1,81 @@
+"""The script that puts accel bench's own word to the test."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_itself.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # for the processes of the candidates too
+    spec = importlib.util.spec_from_file_location("bench_itself", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "bench_itself", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(kind: str, verdict: str) -> dict[str, Any]:
+    return {
+        "kind": kind, "verdict": verdict, "runtime": "onnxruntime", "speedup": 1.0, "ci95": [0.9, 1.1], "rounds": 7,
+        "noise_floor": 0.02, "median_ms": 1.0, "block_seconds": 0.08, "seed": 1, "machine": ["a", "b", "c"],
+    }  # fmt: skip
+
+
+def test_the_claims(script: ModuleType) -> None:
+    """Fails if a false verdict counts as a right one, a delay that wasn't found does, or the bound is another."""
+    same = "no measurable difference"
+    rows = {f"same-{i:02}": row("same", same) for i in range(40)}
+    rows |= {f"delayed-{i:02}": row("delayed", "slower") for i in range(20)}
+    assert [(claim.right, claim.runs, claim.holds) for claim in script.claims(rows)] == [(40, 40, True), (20, 20, True)]
+    rows["same-03"]["verdict"], rows["same-07"]["verdict"] = "faster", "slower"
+    assert [claim.holds for claim in script.claims(rows)] == [True, True]
+    rows["same-09"]["verdict"] = "faster"
+    rows["delayed-04"]["verdict"] = same
+    itself, late = script.claims(rows)
+    assert (itself.wrong, itself.holds) == (("same-03", "same-07", "same-09"), False)
+    assert (late.wrong, late.holds) == (("delayed-04",), False)
+    text = script.page({"rows": rows})
+    assert text.count("does not hold") == 2
+    assert "same-03, same-07, same-09" in text
+    assert not any(claim.holds for claim in script.claims({}))  # nothing was run
+
+
+def test_the_delay(script: ModuleType) -> None:
+    """Fails if the delayed session doesn't run the model, or takes less than a tenth more."""
+    session = SimpleNamespace(signature="s", run=lambda feeds: (time.sleep(0.05), feeds)[1])
+    delayed = script.Delayed(session)
+    assert delayed.signature == "s"
+    began = time.perf_counter()
+    assert delayed.run({"x": 1}) == {"x": 1}
+    assert time.perf_counter() - began >= 0.055
+
+
+def test_both_kinds_are_mixed(script: ModuleType) -> None:
+    """Fails if a run is left out or twice, or one kind is all run before the other."""
+    found = script.names(40, 20)
+    assert len(set(found)) == len(found) == 60
+    assert 8 <= sum(name.startswith("delayed") for name in found[:30]) <= 12
+
+
+def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
+    """Fails if the script can't run its model on a runtime, or what it writes down isn't what was measured."""
+    artifacts = script.models(tmp_path)
+    for name, runtime in (("delayed-02", "onnxruntime"), ("same-01", "openvino")):
+        found = script.run(name, artifacts, 5, 0.01)
+        assert found["runtime"] == runtime
+        assert found["median_ms"] > 0
+        assert found["rounds"] == 5
+        assert found["ci95"][0] <= found["speedup"] <= found["ci95"][1]
+        assert name in script.page({"rows": {name: found}})

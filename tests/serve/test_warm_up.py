@@ -1,0 +1,87 @@
+"""What a model is run on before it is ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Start, linear
+
+from accel.serve import loading
+
+SAMPLE = """
+max_batch_size: 8
+model_warmup [ { name: "three" batch_size: 3 count: 2
+  inputs { key: "INPUT" value { data_type: TYPE_FP32 dims: [4] VALUES } } } ]
+"""
+
+
+class Watched:
+    """A session that writes down what it is run on."""
+
+    def __init__(self, session: Any, seen: list[Any]) -> None:
+        self._session, self._seen = session, seen
+
+    def run(self, feeds: Any) -> Any:
+        self._seen.append(feeds["x"])
+        return self._session.run(feeds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every input of every session that is opened from now on."""
+    found: list[Any] = []
+    real = loading.open_session
+    monkeypatch.setattr(loading, "open_session", lambda *words: Watched(real(*words), found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ("", [1, 8]),
+        ("instance_group [ { count: 2 } ]", [1, 8, 1, 8]),
+        (SAMPLE.replace("INPUT", "x").replace("VALUES", "random_data: true"), [3, 3]),
+        (SAMPLE.replace("INPUT", "x").replace("VALUES", "zero_data: true"), [3, 3]),
+    ],
+)
+def test_it_happens_before_the_model_is_ready(
+    tmp_path: Path, start: Start, seen: list[Any], config: str, sizes: list[int]
+) -> None:
+    """Fails if the samples of the config, or without any the smallest and the largest batch, aren't run by each
+    instance before the server says that it serves, or another sample is."""
+    linear(tmp_path / "models" / "linear" / "1")
+    (tmp_path / "models" / "linear" / "config.pbtxt").write_text(config)
+    start(tmp_path / "models")
+    assert [len(x) for x in seen] == sizes
+    if "zero_data" in config:
+        assert not any(x.any() for x in seen)
+    if "random_data" in config:
+        assert all(x.any() for x in seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "says"),
+    [
+        ("x", 'input_data_file: "x.bin"', "warm-up from a file is not supported"),
+        ("z", "random_data: true", "lacks the input 'x'"),
+    ],
+)
+def test_a_sample_that_cannot_be_run(
+    tmp_path: Path, start: Start, seen: list[Any], name: str, values: str, says: str
+) -> None:
+    """Fails if a model whose warm-up can't be done is ready all the same, or doesn't say why not."""
+    linear(tmp_path / "models" / "linear" / "1")
+    linear(tmp_path / "models" / "other" / "1")
+    text = SAMPLE.replace("INPUT", name).replace("VALUES", values)
+    (tmp_path / "models" / "linear" / "config.pbtxt").write_text(text)
+    process = start(tmp_path / "models")
+    rows = {row.name: (row.state, row.reason) for row in process.server.repository.index()}
+    assert rows["other"][0] == "READY"
+    state, reason = rows["linear"]
+    assert state == "UNAVAILABLE"
+    assert says in reason
