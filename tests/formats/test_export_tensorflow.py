@@ -218,7 +218,7 @@ def test_a_wrong_conversion_is_caught(
     tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the gate lets a converter pass that swaps two outputs of the same shape."""
-    from accel.converters import onnx_from_tensorflow as stage
+    from accel.converters import tf2onnx_conversion as stage
 
     real = stage.in_tensorflow
 
@@ -235,6 +235,36 @@ def test_a_wrong_conversion_is_caught(
     monkeypatch.setattr(stage, "in_tensorflow", swapped)
     with pytest.raises(GateFailed, match="changed the output"):
         accel.export(tensorflow_models / "functional.keras", out=tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(("off", "named"), [(2e-3, True), (0.1, False)])
+def test_the_limit_is_named_where_rounding_may_be_the_reason(
+    tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, off: float, named: bool
+) -> None:
+    """Fails if a net that is a little further off than the usual limit isn't told of --limit, with a number that lets
+    it pass, or if one that computes something else is."""
+    from accel.converters import tf2onnx_conversion as stage
+
+    real = stage.in_tensorflow
+
+    def scaled(target: str, **arguments: Any) -> Any:
+        note = real(target, **arguments)
+        if target.endswith("run_tf2onnx"):
+            model = onnx.load(str(arguments["out"]))
+            (last,) = (node for node in model.graph.node if "dense" in node.output)
+            last.output[:] = ["before"]
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(1 + off), "factor"))
+            model.graph.node.append(helper.make_node("Mul", ["before", "factor"], ["dense"]))
+            onnx.save(model, str(arguments["out"]))
+        return note
+
+    monkeypatch.setattr(stage, "in_tensorflow", scaled)
+    source = tensorflow_models / "sequential.keras"
+    with pytest.raises(GateFailed, match="changed the output") as caught:
+        accel.export(source, out=tmp_path / "m.onnx")
+    assert ("pass --limit 4e-03" in str(caught.value)) == named
+    if named:
+        accel.export(source, out=tmp_path / "m.onnx", limit=4e-3)
 
 
 def test_the_process_that_dies(tensorflow_models: Path, tmp_path: Path, own_cache: Path) -> None:
@@ -343,8 +373,9 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     can't keep."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed):  # the default is one that some CPUs may keep
+    with pytest.raises(GateFailed) as caught:  # the default is one that some CPUs may keep
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
+    assert "--limit" not in str(caught.value)  # who has passed one knows it
     # TensorFlow, ONNX Runtime and numpy are 1e-3 from one another here: that is as far as float32 goes in this net, and
     # what counts is the metric below.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)
