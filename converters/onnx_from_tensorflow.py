@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel.artifact import Artifact
 from accel.converters.tensorflow_layout import converted
@@ -34,7 +35,7 @@ def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
     report("freezing its graph")
     frozen = load(spec).freeze()
     taken, given = list(frozen.inputs.values()), list(frozen.outputs.values())
-    graph = tf_loader.fix_freezing_errors_part2(frozen.graph)
+    graph = _as_erf(tf_loader.fix_freezing_errors_part2(frozen.graph))
     report("folding its constants")
     with tf.Graph().as_default() as whole, tf.compat.v1.Session(graph=whole):
         tf.import_graph_def(graph, name="")
@@ -42,3 +43,21 @@ def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
     with tf.device("/cpu:0"):
         model, turned = converted(layout, graph, opset=opset, input_names=taken, output_names=given)
     return model, turned, frozen.inputs, frozen.outputs
+
+
+def _as_erf(graph: Any) -> Any:
+    """``graph`` with 1 - erf(x) in place of erfc(x), which ONNX has not and every exact gelu of Keras is made of."""
+    import tensorflow as tf
+
+    made = tf.compat.v1.GraphDef()
+    made.CopyFrom(graph)
+    for node in [node for node in made.node if node.op == "Erfc"]:
+        kind = node.attr["T"].type
+        erf = made.node.add(op="Erf", name=f"{node.name}/erf", input=list(node.input), device=node.device)
+        erf.attr["T"].type = kind
+        one = made.node.add(op="Const", name=f"{node.name}/one", device=node.device)
+        one.attr["dtype"].type = kind
+        one.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(1.0, dtype=kind, shape=[]))
+        node.op = "Sub"
+        node.input[:] = [one.name, erf.name]
+    return made

@@ -114,7 +114,7 @@ def export(
         else:
             made = _to_onnx(src, opset or DEFAULT_OPSET, simplify, limit, cache, first)
         if preprocess is not None:
-            made = _preprocessed(made, preprocess, cache, out if to == "onnx" else None)
+            made = _preprocessed(made, preprocess, limit, cache, out if to == "onnx" else None)
         return made if to == "onnx" else _from_onnx(made, to, limit, cache, out / FORMATS[to])
 
 
@@ -177,12 +177,16 @@ def _as_asked(
     return run_stage("onnx_from_onnx", src, config, gates=[gate], out=out, cache=cache)
 
 
-def _preprocessed(src: Artifact, config: PreprocessConfig, cache: StageCache, out: Path | None) -> Artifact:
+def _preprocessed(
+    src: Artifact, config: PreprocessConfig, limit: float | None, cache: StageCache, out: Path | None
+) -> Artifact:
+    from accel.converters.onnx_from_torch import LIMITS
     from accel.converters.preprocess import image_input
     from accel.verify.preprocess_gate import PreprocessGate
 
     spec, axis = image_input(src.signature) if config.on_the_input else (None, 1)
     gate = PreprocessGate(
+        limit=limit or LIMITS.get(src.properties.get("precision", "fp32"), LIMITS["fp32"]),
         image=spec.name if spec else "",
         channels_axis=axis,
         mean=config.mean,

@@ -130,3 +130,24 @@ def test_constants_are_folded(tmp_path: Path) -> None:
     with accel.load(made) as session:
         (found,) = session.run({"x": x}).values()
     np.testing.assert_allclose(found, x @ weight, rtol=1e-4)
+
+
+GELU = """
+import keras
+
+def make():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,), name="x"), keras.layers.Activation("gelu", name="y")])
+"""
+
+
+def test_the_gelu_of_keras(tmp_path: Path) -> None:
+    """Fails if a net with Keras' own gelu, which TensorFlow computes with an operator that ONNX hasn't, can't be
+    exported, or is another function of it."""
+    code = written(tmp_path, GELU)
+    made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
+    x = np.float32([[-6, -1, -0.1, 0], [0.1, 1, 3, 8]])
+    with accel.load(made) as session:
+        found = session.run({"x": x})["y"]
+    wanted = x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
