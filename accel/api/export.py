@@ -17,6 +17,7 @@ from accel.stage import StageConfig, run_stage
 
 if TYPE_CHECKING:
     from accel.converters.preprocess import PreprocessConfig
+    from accel.signature import DimRange
     from accel.sources.declare import Dims, Inputs
 
 MIN_OPSET, MAX_OPSET, DEFAULT_OPSET = 13, 23, 20
@@ -127,7 +128,7 @@ def _dims_of_each(
     from accel.sources.declare import parse_dims
 
     ranges = parse_dims(dims)
-    coming = {dim: ranges.pop(dim) for dim in ("height", "width") if dim in ranges}
+    coming: dict[str, DimRange] = {dim: ranges.pop(dim) for dim in ("height", "width") if dim in ranges}
     return ranges or None, replace(preprocess, dims={**preprocess.dims, **coming})
 
 
