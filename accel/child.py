@@ -55,7 +55,7 @@ class Child:
     ``make`` (``module:factory`` with ``arguments``) is built once in the child; ``call("name", ...)`` calls its method.
     ``call("module:function", ...)`` calls a function. ``folder``: where it runs, for libraries that write where they
     stand. ``ChildCrashed`` where the process died, with the signal and
-    the last line it wrote; an ``AccelError`` raised in the child is raised here as it was.
+    the last line it wrote in that call; an ``AccelError`` raised in the child is raised here as it was.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Child:
         folder: Path | None = None,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self._before = 0  # bytes of it when the call began
         ours, theirs = Pipe()
         self._pipe: Connection = ours
         # It ends without its own clean-up (``os._exit``), or is killed.
@@ -102,6 +103,7 @@ class Child:
 
     def _reply(self, request: tuple[str, str, dict[str, Any]], timeout: float | None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._before = os.fstat(self._log.fileno()).st_size
         try:
             self._pipe.send(request)
             while True:
@@ -124,15 +126,19 @@ class Child:
     def _crash(self, doing: str) -> ChildCrashed:
         code = self._process.wait()
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        lines = self.output().strip().splitlines()
+        lines = self._written(self._before).strip().splitlines()  # by this call, not by one that was answered
         last = f": {lines[-1].strip()[:300]}" if lines else ""
         return ChildCrashed(f"the process running {doing} died ({died}){last}")
 
     def output(self) -> str:
         """Everything the child wrote to stdout and stderr so far."""
+        return self._written(0)
+
+    def _written(self, start: int) -> str:
+        """What it wrote from that byte on."""
         self._log.flush()
         size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
+        return os.pread(self._log.fileno(), size - start, start).decode("utf-8", "replace")
 
     @property
     def pid(self) -> int:

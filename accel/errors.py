@@ -129,7 +129,9 @@ class SignatureDrift(StageFailed):
 
 
 class GateFailed(AccelError):
-    """A stage's output differs from its input by more than the gate's limit."""
+    """A stage's output differs from its input by more than the gate's limit; by ``value``, where both could run."""
+
+    value: float | None = None
 
 
 class NothingPassed(AccelError):

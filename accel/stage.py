@@ -172,11 +172,13 @@ def _make(
         results += gate.check(src, result)
     for failed in (r for r in results if r.passed is False):
         aside = _set_aside(result, out or cache.root / "rejected" / f"{stage.name}{stage.suffix}")
-        raise GateFailed(
+        error = GateFailed(
             f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.metric} is "
             f"{failed.value:.3g}, the limit is {failed.limit:.3g}; the file is set aside as {aside}"
             + (f" ({failed.note})" if failed.note else "")
         )
+        error.value = failed.value
+        raise error
     hashes = result.hashes()
     previous = src.manifest.stages if src.manifest else ()
     record = {

@@ -51,8 +51,8 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="onnx_from_tflite",
-        function="accel.converters.onnx_from_tensorflow:onnx_from_tensorflow",
-        config="accel.converters.onnx_from_tensorflow:OnnxFromTensorFlowConfig",
+        function="accel.converters.onnx_from_tflite:onnx_from_tflite",
+        config="accel.converters.onnx_from_tflite:OnnxFromTfliteConfig",
         takes=("tflite",),
         gives="onnx",
         suffix=".onnx",
@@ -182,8 +182,8 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="tflite_from_saved_model",
-        function="accel.converters.saved_model_from_onnx:tflite_from_saved_model",
-        config="accel.converters.saved_model_from_onnx:TfliteFromSavedModelConfig",
+        function="accel.converters.tflite_from_saved_model:tflite_from_saved_model",
+        config="accel.converters.tflite_from_saved_model:TfliteFromSavedModelConfig",
         takes=("tensorflow",),
         gives="tflite",
         suffix=".tflite",

@@ -2,118 +2,41 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel.artifact import Artifact
-from accel.converters.onnx_names import Contract, give_names
-from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
-from accel.converters.tensorflow_layout import LAYOUTS, converted
-from accel.errors import AccelError, ChildCrashed, ExportFailed, StageFailed, UnknownName
+from accel.converters.tensorflow_layout import converted
+from accel.converters.tf2onnx_conversion import Converted, Tf2OnnxConfig, convert
 from accel.progress import report
-from accel.sources.onnx_file import one_line, opset_of, read_proto
-from accel.sources.tensorflow_process import in_tensorflow, require_tensorflow
 from accel.sources.tensorflow_source import TensorFlowSpec
-from accel.stage import StageConfig
-
-if TYPE_CHECKING:
-    import onnx
-
-# The newest opset that tf2onnx writes; onnx's own converter takes the file from there.
-TF2ONNX_OPSET = 18
-
-# TFLite's int8 kernels round their activations, with dynamic scales even those of float models with int8 weights.
-TFLITE_INT8_LIMIT = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnnxFromTensorFlowConfig(StageConfig):
-    """``opset``: what the file will have, exactly. ``layout``: of images inside the graph, ``channels_first``,
-    ``channels_last``, or ``auto`` for the one that leaves less to be transposed; at its ends they stay as they are."""
-
-    opset: int = 20
-    layout: str = "auto"
-
-
-# The model, how it is laid out, and tensor names of its inputs and outputs by the user's.
-Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
-
-
-class OpNotConverted(ExportFailed):
-    """tf2onnx has no ONNX form for an operator of the model; it is named."""
+class OnnxFromTensorFlowConfig(Tf2OnnxConfig):
+    """``opset`` and ``layout``, as of every conversion by tf2onnx."""
 
 
 def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: Path) -> Artifact:
-    """Convert ``src`` (kind ``tensorflow`` or ``tflite``) to ``out``, inputs and outputs under the names of its
-    signature. ``OpNotConverted`` names the operators that have no ONNX form, ``ExportFailed`` any other reason.
+    """Convert ``src`` (kind ``tensorflow``) to ``out``, inputs and outputs under the names of its signature.
+    ``OpNotConverted`` names the operators that have no ONNX form, ``ExportFailed`` any other reason.
     """
-    require_tensorflow("tf2onnx")
-    if config.layout not in LAYOUTS:
-        raise UnknownName(f"unknown layout {config.layout!r}; it is one of {', '.join(LAYOUTS)}")
-    report(f"onnx_from_{src.kind}: tf2onnx")
-    spec = TensorFlowSpec.of(src)
-    made = out.with_name(f"{out.stem}.tf2onnx.onnx")
-    try:
-        note: dict[str, Any] = in_tensorflow(
-            "accel.converters.onnx_from_tensorflow:run_tf2onnx",
-            spec=spec,
-            contract=Contract(src.signature.inputs, src.signature.outputs),
-            opset=config.opset,
-            layout=config.layout,
-            out=made,
-        )
-    except ChildCrashed as error:
-        raise ExportFailed(f"tf2onnx can't convert {src.source.get('spec', src.path)}: {error}") from error
-    model = read_proto(made, weights=True)
-    made.unlink()
-    return onnx_artifact(src, model, out, note)
+    return convert(src, config, out, "accel.converters.onnx_from_tensorflow:from_graph")
 
 
-def run_tf2onnx(spec: TensorFlowSpec, contract: Contract, opset: int, layout: str, out: Path) -> dict[str, Any]:
-    """Convert the model that ``spec`` names into ``out``; what is worth noting. Runs in the TensorFlow process."""
-    import tf2onnx
-
-    heard = _Heard()
-    log = logging.getLogger("tf2onnx")
-    log.addHandler(heard)
-    log.setLevel(logging.WARNING)
-    first = min(opset, TF2ONNX_OPSET)
-    try:
-        if spec.form == "tflite":
-            model, turned, inputs, outputs = _from_tflite(Path(spec.path), first, layout)
-        else:
-            model, turned, inputs, outputs = _from_graph(spec, first, layout)
-    except AccelError:
-        raise
-    except Exception as error:
-        raise _refused(spec.path, heard.lines, error) from error
-    finally:
-        log.removeHandler(heard)
-    foreign = {node.op_type for node in model.graph.node if _is_foreign(node)}
-    if left := foreign | _unsupported(heard.lines):
-        raise _not_converted(spec.path, sorted(left))
-    give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
-    model = at_opset(model, opset, spec.path)
-    write_onnx(model, out)
-    if fault := check_file(out):
-        raise ExportFailed(f"what tf2onnx made of {spec.path} fails the checker: {fault}")
-    nodes = len(model.graph.node)
-    return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": nodes, "transposes": turned}
-
-
-def _from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
+def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
+    """The model frozen, its constants folded, as tf2onnx writes it. Runs in the TensorFlow process."""
     import tensorflow as tf
     from tf2onnx import tf_loader
 
     from accel.sources.tensorflow_model import load
 
+    report("freezing its graph")
     frozen = load(spec).freeze()
     taken, given = list(frozen.inputs.values()), list(frozen.outputs.values())
-    graph = tf_loader.fix_freezing_errors_part2(frozen.graph)
+    graph = _as_erf(tf_loader.fix_freezing_errors_part2(frozen.graph))
+    report("folding its constants")
     with tf.Graph().as_default() as whole, tf.compat.v1.Session(graph=whole):
         tf.import_graph_def(graph, name="")
         graph = tf_loader.tf_optimize(taken, given, graph)
@@ -122,73 +45,19 @@ def _from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
     return model, turned, frozen.inputs, frozen.outputs
 
 
-def _from_tflite(path: Path, opset: int, layout: str) -> Converted:
+def _as_erf(graph: Any) -> Any:
+    """``graph`` with 1 - erf(x) in place of erfc(x), which ONNX has not and every exact gelu of Keras is made of."""
     import tensorflow as tf
 
-    from accel.sources.tflite_model import operators, tensor_names
-
-    if "DENSIFY" in operators(path):
-        raise OpNotConverted(
-            f"{path} keeps its weights sparse (the operator DENSIFY), which tf2onnx can't write as ONNX; "
-            "convert the model to TFLite again without sparsity"
-        )
-    inputs, outputs = tensor_names(path)
-    names = {"input_names": list(inputs.values()), "output_names": list(outputs.values())}
-    with tf.device("/cpu:0"):
-        model, turned = converted(layout, None, opset=opset, tflite_path=str(path), **names)
-    return model, turned, inputs, outputs
-
-
-class _Heard(logging.Handler):
-    """What tf2onnx logs: it reports operators it can't convert there and goes on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def _unsupported(lines: Sequence[str]) -> set[str]:
-    """The operators that tf2onnx says it can't write."""
-    pattern = r"op \[\S+: (\w+)\] is not supported|Op (\w+) is not implemented"
-    return {match[1] or match[2] for line in lines for match in re.finditer(pattern, line)}
-
-
-def _is_foreign(node: onnx.NodeProto) -> bool:
-    return node.domain not in ("", "ai.onnx", "ai.onnx.ml")
-
-
-def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
-    what = f"the operator {ops[0]}" if len(ops) == 1 else f"the operators {', '.join(ops)}"
-    cut = "export the part of the model without it" if len(ops) == 1 else "export the part of the model without them"
-    if where.endswith(".tflite"):
-        cut = "export the SavedModel or Keras file that it was made of"
-    return OpNotConverted(f"{where} uses {what}, which tf2onnx can't write as ONNX; {cut}")
-
-
-def _refused(where: str, lines: list[str], error: Exception) -> StageFailed:
-    if left := _unsupported([*lines, str(error)]):
-        return _not_converted(where, sorted(left))
-    told = next((line for line in reversed(lines) if "rror" in line or "ailed" in line), "")
-    reason = one_line(f"{type(error).__name__}: {error}")
-    return ExportFailed(f"tf2onnx can't convert {where}: {reason}" + (f" ({one_line(told)[:160]})" if told else ""))
-
-
-def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
-    """``model`` at ``opset``, by onnx's version converter; the IR that goes with it."""
-    import onnx
-    from onnx import version_converter
-
-    if opset_of(model) != opset:
-        try:
-            model = version_converter.convert_version(model, opset)
-        except Exception as error:
-            raise ExportFailed(
-                f"{where} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); "
-                f"pass --opset {opset_of(model)}"
-            ) from error
-    del model.graph.value_info[:]  # with symbols of the converter's own, which would win over the names of the dims
-    model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
-    return model
+    made = tf.compat.v1.GraphDef()
+    made.CopyFrom(graph)
+    for node in [node for node in made.node if node.op == "Erfc"]:
+        kind = node.attr["T"].type
+        erf = made.node.add(op="Erf", name=f"{node.name}/erf", input=list(node.input), device=node.device)
+        erf.attr["T"].type = kind
+        one = made.node.add(op="Const", name=f"{node.name}/one", device=node.device)
+        one.attr["dtype"].type = kind
+        one.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(1.0, dtype=kind, shape=[]))
+        node.op = "Sub"
+        node.input[:] = [one.name, erf.name]
+    return made

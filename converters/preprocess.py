@@ -28,7 +28,7 @@ class PreprocessConfig(StageConfig):
     """``mean``, ``std``: one number or one a channel, of pixels in 0..1 (bytes are divided by 255 first). ``layout``,
     ``dtype``: of what comes in. ``resize``: the (height, width) the model takes; any size comes in, and is scaled
     bilinearly between pixel centres, as OpenCV does. ``postprocess``: ``softmax``, ``argmax`` or ``topk:K`` of the one
-    output. ``dims``: ranges of the height and width that come in."""
+    output. ``dims``: ranges of the ``height`` and ``width`` that come in to be resized."""
 
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -60,7 +60,10 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
         _after(model, src.signature, config.postprocess)
     del model.graph.value_info[:]
     made = onnx_artifact(src, model, out, {"input": str(src.signature.inputs[0])})
-    ranges = {d: r for d, r in {**src.signature.dims, **config.dims}.items() if d in made.signature.dynamic_dims}
+    known = made.signature.dynamic_dims
+    if unknown := set(config.dims) - set(known):
+        raise BadInputSpec(f"no input has a dim called {min(unknown)!r}; the dims are {', '.join(known) or 'none'}")
+    ranges = {d: r for d, r in {**src.signature.dims, **config.dims}.items() if d in known}
     values = {"uint8": (0, 255)}
     inputs = tuple(TensorSpec(s.name, s.dtype, s.shape, values.get(s.dtype)) for s in made.signature.inputs)
     signature = Signature(inputs, made.signature.outputs, ranges)

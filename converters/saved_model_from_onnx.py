@@ -1,4 +1,4 @@
-"""ONNX back to TensorFlow: a SavedModel by onnx2tf, and a TFLite file from that."""
+"""ONNX back to TensorFlow: a SavedModel by onnx2tf."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.child import Child
-from accel.errors import BuildFailed, ChildCrashed, UnsupportedHere
+from accel.converters.keras2_process import NotTensorFlow, run_with_keras2
+from accel.errors import UnsupportedHere
 from accel.progress import report
 from accel.signature import Signature
-from accel.sources.onnx_file import one_line
 from accel.sources.tensorflow_process import require_tensorflow
 from accel.stage import StageConfig
 
@@ -32,8 +31,6 @@ _RUNGS = {
 }
 # A rung whose numbers are further off than this has turned something wrongly.
 _RIGHT = 1e-2
-# onnx2tf builds with Keras 2, which tf_keras is.
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "TF_USE_LEGACY_KERAS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +38,6 @@ class SavedModelFromOnnxConfig(StageConfig):
     """``timeout``: seconds until onnx2tf is given up."""
 
     timeout: float = 1800.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TfliteFromSavedModelConfig(StageConfig):
-    """``timeout``: seconds until the converter is given up."""
-
-    timeout: float = 1800.0
-
-
-class NotTensorFlow(BuildFailed):
-    """onnx2tf or the TFLite converter can't write the model; the operator is named where they name it."""
 
 
 def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: Path) -> Artifact:
@@ -66,7 +52,7 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
             for name in (src.path.name, *src.companions):
                 shutil.copyfile(src.path.parent / name, folder / name)
             try:
-                _run(
+                run_with_keras2(
                     "accel.converters.saved_model_from_onnx:run_onnx2tf",
                     f"onnx2tf can't write {src.path.name} as a SavedModel",
                     config.timeout,
@@ -96,37 +82,11 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
     )
 
 
-def tflite_from_saved_model(src: Artifact, config: TfliteFromSavedModelConfig, out: Path) -> Artifact:
-    """Convert the SavedModel ``src`` to ``out``, float32, its names in the file's signature."""
-    require_tensorflow()
-    report("tflite_from_saved_model")
-    _run(
-        "accel.converters.saved_model_from_onnx:run_tflite",
-        f"TFLite can't hold {src.source.get('spec', src.path)}",
-        config.timeout,
-        folder=src.path.parent,
-        out=out,
-    )
-    properties = {"form": "tflite", "precision": src.properties.get("precision", "fp32")}
-    return Artifact(path=out, kind="tflite", signature=src.signature, properties=properties)
-
-
 def _require_onnx2tf() -> None:
     require_tensorflow()
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedHere(f"{name} is not installed, and its pins exclude accel's libraries; run: {ONNX2TF}")
-
-
-def _run(target: str, what: str, timeout: float, **arguments: Any) -> None:
-    try:
-        # A process of its own, not the one of the sources: it runs with another Keras.
-        with Child(env=_ENV) as child:
-            child.call(target, timeout=timeout, **arguments)
-    except ChildCrashed as error:
-        raise NotTensorFlow(f"{what} ({one_line(error)[:240]}); choose another --to") from error
-    except TimeoutError as error:
-        raise NotTensorFlow(f"{what}: it took longer than {timeout:g} s; choose another --to") from error
 
 
 def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
@@ -226,13 +186,6 @@ def _turned(
             raise NotTensorFlow(f"what onnx2tf made computes another {name!r}, off by {off:.2g}; choose another --to")
         turned[name] = [] if best == sorted(best) else best
     return turned
-
-
-def run_tflite(folder: Path, out: Path) -> None:
-    """The TFLite converter on a SavedModel. In a child process."""
-    import tensorflow as tf
-
-    out.write_bytes(tf.lite.TFLiteConverter.from_saved_model(str(folder)).convert())
 
 
 def _version(name: str) -> str:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.api.export import check_writable, open_cache
+from accel.api.export import check_writable, open_cache, to_onnx_config
 from accel.artifact import Artifact
 from accel.bench.environment import available_cores
 from accel.cache import StageCache
@@ -287,11 +287,11 @@ def _as_onnx(
         gates = [OutputGate(limit=LIMITS[src.properties.get("precision", "fp32")])]
         return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), gates=gates, cache=cache)
     if src.kind in ("tensorflow", "tflite"):
-        from accel.converters.onnx_from_tensorflow import TFLITE_INT8_LIMIT, OnnxFromTensorFlowConfig
+        from accel.converters.onnx_from_tflite import TFLITE_INT8_LIMIT
 
         precision = src.properties.get("precision", "fp32")
         gates = [OutputGate(limit=TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision])]
-        return run_stage(f"onnx_from_{src.kind}", src, OnnxFromTensorFlowConfig(), gates=gates, cache=cache)
+        return run_stage(f"onnx_from_{src.kind}", src, to_onnx_config(src.kind), gates=gates, cache=cache)
     if src.kind != "onnx":
         raise UsageError(f"{src.path} is {src.kind} already; give the ONNX file or the source that it was made from")
     if not src.history:

@@ -40,6 +40,17 @@ def test_a_crash_is_an_error_with_the_signal() -> None:
         run_in_child("os:abort")
 
 
+def test_a_crash_is_not_told_by_what_an_earlier_call_wrote() -> None:
+    """Fails if the last line of an error that was answered long ago is given as the reason of a crash."""
+    with Child() as child:
+        with pytest.raises(UnknownName):
+            child.call("accel.target:Target.get", name="toaster")
+        assert "toaster" in child.output()
+        with pytest.raises(ChildCrashed) as caught:
+            child.call("os:abort")
+    assert str(caught.value) == "the process running os:abort died (signal SIGABRT)"
+
+
 def test_errors_come_back_as_they_were() -> None:
     """Fails if an AccelError loses its class or text on the way, or if another exception loses its own."""
     with pytest.raises(UnknownName, match="unknown target 'toaster'"):

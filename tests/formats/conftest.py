@@ -16,6 +16,13 @@ from accel.sources import tensorflow_process
 HERE = Path(__file__).parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``pytest -m tensorflow`` is this folder."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker("tensorflow")
+
+
 @pytest.fixture(scope="session")
 def tensorflow_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what ``make_models.py`` makes."""
@@ -40,7 +47,7 @@ def _no_tensorflow_here() -> Iterator[None]:
     assert "tensorflow" not in sys.modules
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shipped() -> Callable[[str, str], Path]:
     """``shipped(package, path)``: a file that an installed package ships; the package is not imported."""
 

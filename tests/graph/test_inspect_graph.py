@@ -182,6 +182,23 @@ def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
 
 
 @browser
+def test_a_connection_past_other_nodes_is_seen(tmp_path: Path) -> None:
+    """Fails if what skips a layer is drawn straight down, behind the nodes that it passes."""
+    nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["b"])]
+    nodes.append(helper.make_node("Add", ["a", "b"], ["y"]))
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "s.onnx")
+    accel.inspect(tmp_path / "s.onnx", page=tmp_path / "s.html")
+    text = looked_at(tmp_path / "s.html")
+    middles = {int(x) for x in re.findall(r'class="node[^>]*translate\((\d+),', text)}
+    paths = [re.findall(r"[-\d.]+", d) for d in re.findall(r'class="edge" d="([^"]*)"', text)]
+    assert (len(middles), len(paths)) == (1, 5)
+    aside = [path for path in paths if any(float(x) - max(middles) > 100 for x in path[::2])]
+    assert len(aside) == 1
+
+
+@browser
 def test_hostile_names(tmp_path: Path) -> None:
     """Fails if a name from the file becomes part of the page."""
     accel.inspect(hostile(tmp_path / "h.onnx"), page=tmp_path / "h.html")

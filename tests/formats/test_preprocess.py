@@ -1,0 +1,121 @@
+"""accel export with preprocessing: channels last, 16-bit inputs, the sizes that come in, what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import accel
+from accel.artifact import Artifact
+from accel.converters.preprocess import PreprocessConfig
+from accel.errors import BadInputSpec
+from accel.signature import DimRange
+from accel.verify.preprocess_gate import resize_bilinear
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@pytest.fixture(scope="module")
+def channels_last(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """A net of three channels that takes them last, as TensorFlow's do."""
+    out = tmp_path_factory.mktemp("channels_last") / "net.onnx"
+    return accel.export(tensorflow_models / "sequential.keras", out=out)
+
+
+def first_nodes(path: Path, number: int) -> list[str]:
+    return [node.op_type for node in onnx.load(str(path)).graph.node[:number]]
+
+
+def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if dividing by 255, subtracting the mean and dividing by the deviation are more than one product and one
+    sum, or come before the cast or after the transposition is done twice."""
+    config = PreprocessConfig(mean=(0.25,), std=(0.5,), layout="NHWC", dtype="uint8")
+    made = accel.export(digits.path, preprocess=config, out=tmp_path / "p.onnx")
+    assert first_nodes(made.path, 5) == ["Cast", "Transpose", "Mul", "Add", "Conv"]
+    weights = {t.name: numpy_helper.to_array(t).item() for t in onnx.load(str(made.path)).graph.initializer[-2:]}
+    np.testing.assert_allclose(list(weights.values()), [1 / (255 * 0.5), -0.25 / 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "resize", "before"),
+    [
+        ("NHWC", None, ["Cast", "Mul", "Add"]),
+        ("", None, ["Cast", "Mul", "Add"]),
+        ("NCHW", None, ["Cast", "Mul", "Add", "Transpose"]),
+        ("NHWC", (8, 8), ["Cast", "Transpose", "Resize", "Mul", "Add", "Transpose"]),
+        ("NCHW", (8, 8), ["Cast", "Resize", "Mul", "Add", "Transpose"]),
+    ],
+)
+def test_a_model_with_channels_last(
+    channels_last: Artifact, tmp_path: Path, layout: str, resize: tuple[int, int] | None, before: list[str]
+) -> None:
+    """Fails if a mean for each channel goes along another axis of a net with channels last, or if bytes in either
+    layout, resized or not, don't give the scores that the prepared image gives."""
+    config = PreprocessConfig(mean=MEAN, std=STD, layout=layout, dtype="uint8", resize=resize)
+    made = accel.export(channels_last.path, preprocess=config, out=tmp_path / "p.onnx")
+    assert first_nodes(made.path, len(before)) == before
+    size = (20, 12) if resize else (8, 8)
+    image = np.random.default_rng(0).integers(0, 256, (3, *size, 3)).astype(np.uint8)
+    pixels = resize_bilinear(image.astype(np.float64), resize) if resize else image
+    prepared = ((pixels / 255 - MEAN) / STD).astype(np.float32)
+    with accel.load(made) as served, accel.load(channels_last) as plain:
+        (name,) = (spec.name for spec in plain.signature.inputs)
+        (wanted,) = plain.run({name: prepared}).values()
+        (found,) = served.run({name: image.transpose(0, 3, 1, 2) if layout == "NCHW" else image}).values()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    assert np.ptp(wanted) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", ""])
+def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
+    """Fails if a net that takes float16 gets float32 of its preprocessing, or another number."""
+    kind = TensorProto.FLOAT16
+    nodes = [helper.make_node("GlobalAveragePool", ["x"], ["a"]), helper.make_node("Flatten", ["a"], ["y"])]
+    x = helper.make_tensor_value_info("x", kind, ["batch", 3, 6, 6])
+    y = helper.make_tensor_value_info("y", kind, ["batch", 3])
+    opset = [helper.make_opsetid("", 18)]
+    onnx.save(
+        helper.make_model(helper.make_graph(nodes, "g", [x], [y]), opset_imports=opset, ir_version=9),
+        tmp_path / "h.onnx",
+    )
+    config = PreprocessConfig(mean=MEAN, std=STD, layout="NHWC", dtype=dtype)
+    made = accel.export(tmp_path / "h.onnx", preprocess=config, out=tmp_path / "p.onnx")
+    assert made.signature.inputs[0].dtype == (dtype or "float16")
+    assert made.signature.outputs[0].dtype == "float16"
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 6, 6, 3))
+    given = pixels.astype(np.uint8) if dtype == "uint8" else (pixels / 255).astype(np.float16)
+    with accel.load(made) as session:
+        (found,) = session.run({"x": given}).values()
+    np.testing.assert_allclose(found, ((pixels / 255 - MEAN) / STD).mean((1, 2)), atol=5e-3)
+
+
+def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
+    """Fails if nobody can say how large the images are that are resized, if that isn't what the result is gated at, or
+    if the batch's range goes to the images as well."""
+    out = tmp_path / "p.onnx"
+    dims = ["--dim", "height=16:32:48", "--dim", "width=12:24:40", "--dim", "batch=1:2:4"]
+    ran = cli("export", digits.path, "--resize", "8x8", "--dtype", "uint8", *dims, "-o", out, "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["signature"]["dims"] == {"batch": [1, 2, 4], "height": [16, 32, 48], "width": [12, 24, 40]}
+    cases = " ".join(gate["summary"] for gate in body["gates"])
+    assert "height=" in cases
+
+
+def test_sizes_of_what_is_not_resized(cli: Any, digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a range of sizes is taken, and lost, where nothing is resized, or a name that is no dim where it is."""
+    words = ["export", digits.path, "--dtype", "uint8", "-o", tmp_path / "p.onnx", "-q"]
+    ran = cli(*words, "--dim", "height=16:32:48")
+    assert (ran.code, "no input has a dim called 'height'" in ran.stderr) == (2, True)
+    ran = cli(*words, "--resize", "8x8", "--dim", "heigth=16:32:48")
+    assert (ran.code, "no input has a dim called 'heigth'" in ran.stderr) == (2, True)
+    config = PreprocessConfig(resize=(8, 8), dims={"depth": DimRange(1, 2, 3)})
+    with pytest.raises(BadInputSpec, match="no input has a dim called 'depth'"):
+        accel.export(digits.path, preprocess=config, out=tmp_path / "p.onnx")
+    assert not (tmp_path / "p.onnx").exists()

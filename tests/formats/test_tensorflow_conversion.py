@@ -1,0 +1,153 @@
+"""What happens inside the conversion: functions from Python, constants that are folded, a crash, the outputs' names."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import accel
+
+FUNCTIONS = """
+import tensorflow as tf
+
+@tf.function
+def open_function(a, b):
+    return {"sum": a + b, "difference": a - b}
+
+def concrete():
+    row = tf.TensorSpec([None, 3], tf.float32)
+    return open_function.get_concrete_function(tf.TensorSpec([None, 3], tf.float32, name="left"), b=row)
+
+def number():
+    return 7
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "functions.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
+    """Fails if a concrete function isn't taken, or its inputs lose the names and its outputs the keys that it has."""
+    code = written(tmp_path, FUNCTIONS)
+    ran = cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q")
+    assert ran.code == 0, ran.stderr
+    left, right = np.float32([[1, 2, 3]]), np.float32([[5, 7, 11]])
+    with accel.load(tmp_path / "m.onnx") as session:
+        assert [str(spec) for spec in session.signature.inputs] == ["left:float32[batch,3]", "b:float32[batch,3]"]
+        found = session.run({"left": left, "b": right})
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "sum": [[6, 9, 14]],
+        "difference": [[-4, -5, -8]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("open_function", "give it one, or return a concrete function"),
+        ("number", "return a Keras model or a tf.function"),
+        ("nothing_like_it", "nothing_like_it"),
+    ],
+)
+def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
+    """Fails if a tf.function without input_signature, or what is no function, isn't refused in a line with the fix."""
+    code = written(tmp_path, FUNCTIONS)
+    ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")
+    assert ran.code == 2
+    assert len(ran.stderr.splitlines()) == 1
+    assert fix in ran.stderr
+    assert not (tmp_path / "m.onnx").exists()
+
+
+CRASHES = """
+import ctypes
+
+import tensorflow as tf
+from tf2onnx.handler import tf_op
+
+@tf_op("Digamma")
+class Crash:
+    @classmethod
+    def version_1(cls, ctx, node, **words):
+        ctypes.string_at(0)
+
+@tf.function(input_signature=[tf.TensorSpec([2, 3], tf.float32, name="x")])
+def function(x):
+    return tf.math.digamma(tf.exp(x), name="here") + 1.0
+"""
+
+
+def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
+    """Fails if a segmentation fault while an operator is converted takes this process along, is not the one line of an
+    error, doesn't say which operator it was, leaves a file, or spoils the next conversion."""
+    code = written(tmp_path, FUNCTIONS)
+    assert cli("export", f"{code}:number", "-o", tmp_path / "m.onnx", "-q").code == 2
+    code.write_text(CRASHES)
+    ran = cli("export", f"{code}:function", "-o", tmp_path / "m.onnx", "-q")
+    assert ran.code == 1
+    assert len(ran.stderr.splitlines()) == 1
+    assert "SIGSEGV" in ran.stderr
+    at = r"it was at the operator Digamma \(\S*here\), export the part of the model without it$"
+    assert re.search(at, ran.stderr.strip())
+    assert "number" not in ran.stderr  # what was written at an earlier error
+    assert not list(tmp_path.glob("m.onnx*"))
+    code.write_text(FUNCTIONS)
+    assert cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q").code == 0
+
+
+FOLDABLE = """
+import tensorflow as tf
+
+@tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
+def function(x):
+    table = tf.reshape(tf.range(16, dtype=tf.float32), [4, 4])
+    weight = tf.matmul(tf.linalg.inv(table + 2.0 * tf.eye(4)), tf.math.lgamma(table + 1.0)) / tf.reduce_max(table)
+    return tf.matmul(x, weight)
+"""
+
+
+def test_constants_are_folded(tmp_path: Path) -> None:
+    """Fails if what can be computed before anything comes in is left to be computed at each run: of ten operators one
+    product is to be left, and two of the others have no form in ONNX. Without onnxsim, which would fold some as well.
+    """
+    code = written(tmp_path, FOLDABLE)
+    made = accel.export(f"{code}:function", out=tmp_path / "m.onnx", simplify=False)
+    model = onnx.load(str(made.path))
+    kinds = [node.op_type for node in model.graph.node if node.op_type not in ("Constant", "Identity")]
+    assert kinds == ["MatMul"]
+    table = np.arange(16.0).reshape(4, 4)
+    weight = np.linalg.inv(table + 2 * np.eye(4)) @ np.vectorize(math.lgamma)(table + 1) / 15
+    x = np.float32([[1, -2, 3, 0.5]])
+    with accel.load(made) as session:
+        (found,) = session.run({"x": x}).values()
+    np.testing.assert_allclose(found, x @ weight, rtol=1e-4)
+
+
+GELU = """
+import keras
+
+def make():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,), name="x"), keras.layers.Activation("gelu", name="y")])
+"""
+
+
+def test_the_gelu_of_keras(tmp_path: Path) -> None:
+    """Fails if a net with Keras' own gelu, which TensorFlow computes with an operator that ONNX hasn't, can't be
+    exported, or is another function of it."""
+    code = written(tmp_path, GELU)
+    made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
+    x = np.float32([[-6, -1, -0.1, 0], [0.1, 1, 3, 8]])
+    with accel.load(made) as session:
+        found = session.run({"x": x})["y"]
+    wanted = x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
