@@ -9,10 +9,10 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.errors import AccelError, CannotWrite, UnsupportedHere, UsageError
+from accel.errors import AccelError, CannotWrite, GateFailed, UnsupportedHere, UsageError
 from accel.optimizer.budget import Budget
 from accel.optimizer.judge import Judge, Judgement
-from accel.optimizer.mixed_precision import Trajectory, assign
+from accel.optimizer.mixed_precision import OutOfTime, Trajectory, assign
 from accel.optimizer.recipes import NotTried, Recipe
 from accel.progress import report
 from accel.stage import run_stage
@@ -41,6 +41,7 @@ class CandidateResult:
     trajectory: Trajectory | None = None  # of the search for the layers that stay float
     missed_final: bool = False  # a short measurement was enough to leave it
     unsupported: bool = False  # it was refused for what was asked, not for what came out
+    over_budget: bool = False  # it can be made, and is too far off
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -92,7 +93,7 @@ def attempt(
             if budget.over(share):
                 row.missed(budget.reason("its precisions were searched"))
                 return row
-            recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache)
+            recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache, lambda: budget.over(share))
             row.recipe, row.options = recipe, dict(recipe.options)
         for stage, config, limit in recipe.stages:
             if budget.over(share):
@@ -111,14 +112,22 @@ def attempt(
         report(f"{recipe.name}: judging")
         options = recipe.options if last_runnable is artifact else {}
         judged(row, judge, last_runnable, options, max_drop, cache)
+    except OutOfTime:
+        row.missed(budget.reason("the layers that stay float were found"))
     except UnsupportedHere as error:  # this form of this model for this target; another may do
         row.status, row.reason, row.unsupported = "rejected", str(error), True
         return row
     except (UsageError, CannotWrite):
         raise
+    except GateFailed as error:
+        row.status, row.reason, row.over_budget = "rejected", _reason(error), True
     except AccelError as error:
-        row.status, row.reason = "rejected", str(error).partition("; the file is set aside")[0]
+        row.status, row.reason = "rejected", _reason(error)
     return row
+
+
+def _reason(error: AccelError) -> str:
+    return str(error).partition("; the file is set aside")[0]
 
 
 def judged(
@@ -132,9 +141,9 @@ def judged(
     """Give ``row`` the judgement of ``artifact`` in a session with these options; it is rejected over the budget."""
     row.judgement = _judgement(judge, artifact, options, cache)
     if row.judgement.problem:
-        row.status, row.reason = "rejected", row.judgement.problem
+        row.status, row.reason, row.over_budget = "rejected", row.judgement.problem, True
     elif row.judgement.drop > max_drop:
-        row.status = "rejected"
+        row.status, row.over_budget = "rejected", True
         row.reason = f"drop {row.judgement.drop:.4f} is over the budget {max_drop:g}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,30 @@ class SampleStream:
                         yield opened.read(take, start)
                     number += 1
 
+    def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
+        """As ``Dataset.shaped``; of a file that holds more than ``start`` samples and one feed no more are read."""
+        import numpy as np
+
+        files = data_files(self.path)
+        file = files[start % len(files)]
+        wanted = {spec.name: spec.resolve(sizes) for spec in self.signature.inputs}
+        most = max((shape[0] for shape in wanted.values() if shape), default=1)
+        with closing(_Opened(file, self.signature)) as opened:
+            count = len(opened)
+            place = start % count
+            around = place + most > count
+            first, number = (0, count) if around else (place, most)
+            opened.pass_over(first)
+            part = opened.read(number, first)
+        feeds = {}
+        for name, shape in wanted.items():
+            value = part[name]
+            for axis, size in enumerate(shape):
+                begin = place - first if axis == 0 else 0
+                value = np.take(value, np.arange(begin, begin + size) % value.shape[axis], axis=axis)
+            feeds[name] = np.ascontiguousarray(value)
+        return feeds
+
     def batch_count(self, size: int, limit: int | None = None) -> int:
         return len(self._plan(size, limit))
 
@@ -54,6 +78,8 @@ class SampleStream:
         left = len(self) if limit is None else limit
         found = []
         for file in data_files(self.path):
+            if left <= 0:
+                break
             count = self._count(file)
             for start in range(0, count, step):
                 take = min(step, left, count - start)

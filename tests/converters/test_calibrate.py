@@ -155,6 +155,11 @@ def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
         for skip in (0, 1, len(wanted) - 1):
             for a, b in zip(wanted[skip:], stream.batches(size, limit, skip), strict=True):
                 assert np.array_equal(a["x"], b["x"])
+    for start in range(12):
+        for sizes in ({"batch": 1}, {"batch": 3}, {"batch": 11}):
+            full = {**dict.fromkeys(src.signature.dims, 7), **sizes}
+            wanted_one, found_one = dataset.shaped(full, start), stream.shaped(full, start)
+            assert np.array_equal(wanted_one["x"], found_one["x"])
 
 
 def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
