@@ -97,10 +97,10 @@ class _Written:
             self._constant(f"{name}/scales", np.asarray(scales, np.float32)),
             self._zero(f"{name}/zero", list(scales.shape)),
         ]
-        more = {} if axis is None else {"axis": axis}
-        nodes.append(
-            helper.make_node("DequantizeLinear", of, [f"{name}/dequantized"], name=f"{name}/dequantize", **more)
-        )
+        node = helper.make_node("DequantizeLinear", of, [f"{name}/dequantized"], name=f"{name}/dequantize")
+        if axis is not None:
+            node.attribute.append(helper.make_attribute("axis", axis))
+        nodes.append(node)
         return f"{name}/dequantized"
 
     def _constant(self, name: str, value: np.ndarray) -> str:

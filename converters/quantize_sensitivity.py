@@ -110,7 +110,7 @@ def _work(node: onnx.NodeProto, model: onnx.ModelProto, histograms: Any, samples
     strides = next((a.ints for a in node.attribute if a.name == "strides"), ())
     skipped = math.prod(strides) if node.op_type == "Conv" else 1
     values = float(histograms.found[node.input[0]].counts.sum()) / max(1, samples)
-    return weights * max(values / (channels * groups) / skipped, _ROWS_A_READ)
+    return float(weights * max(values / (channels * groups) / skipped, _ROWS_A_READ))
 
 
 def _switched(flags: Mapping[tuple[str, str], str], on: tuple[str, str] | None) -> dict[str, np.ndarray]:
