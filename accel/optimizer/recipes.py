@@ -38,7 +38,8 @@ _LARGE_WEIGHTS = 25_000_000
 # What a GPU is known to run fastest, most likely first: the order of the candidates where nothing can be measured.
 UNMEASURED_ORDER = ("fp16", "int8", "fp8", "mixed", "int4", "bf16", "fp32")
 
-# What TensorRT has kernels for; other sizes it multiplies out before.
+# Weights in a block of 4 bits for an engine: TensorRT for RTX multiplies them out inside the product's kernel (those of
+# 8 bits in a kernel of their own, which gains nothing: they are no candidate).
 _ENGINE_BLOCK = 128
 
 
