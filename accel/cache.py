@@ -25,12 +25,19 @@ _STALE_SECONDS = 24 * 3600
 _UNFINISHED_SECONDS = 7 * 24 * 3600
 
 _unfinished: ContextVar[Path | None] = ContextVar("_unfinished", default=None)
+_kept: ContextVar[Path | None] = ContextVar("_kept", default=None)
 
 
 def unfinished() -> Path | None:
     """A folder in which the stage that is being run may keep what it has so far: it finds it there again if it was
     killed and is run once more with the same input and options. None outside ``run_stage``."""
     return _unfinished.get()
+
+
+def kept_folder() -> Path | None:
+    """A folder for what makes the next stage of this kind quicker and never changes its result. None outside
+    ``run_stage``."""
+    return _kept.get()
 
 
 _DEFAULT_GIGABYTES = 20.0
@@ -98,11 +105,12 @@ class StageCache:
         """Around a stage's function: what it keeps in ``unfinished()`` stays until it has come to its end."""
         folder = self.root / "unfinished" / key
         folder.mkdir(parents=True, exist_ok=True)
-        token = _unfinished.set(folder)
+        token, kept = _unfinished.set(folder), _kept.set(self.root / "kept")
         try:
             yield
         finally:
             _unfinished.reset(token)
+            _kept.reset(kept)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # where nothing was kept, a stage that failed leaves nothing
         shutil.rmtree(folder, ignore_errors=True)

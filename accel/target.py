@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from accel.errors import UnknownName
 
-# int4: of the weights of large products alone. mixed: int8 but for the layers that need more.
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "mixed")
+# int4: of the weights of large products alone. mixed: int8 but for the layers that need more. fp8: of products, on an
+# fp16 base, for GPUs that have it.
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8", "int4", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ TARGETS = {
             name="tensorrt",
             runtime="tensorrt",
             kind="engine",
-            precisions=("fp32", "fp16", "bf16", "int8"),
+            precisions=("fp32", "fp16", "bf16", "int8", "fp8"),
             qdq="tensorrt",
             extra="tensorrt",
             needs_gpu=True,
@@ -79,7 +80,7 @@ TARGETS = {
             name="tensorrt-rtx",
             runtime="tensorrt-rtx",
             kind="engine",
-            precisions=("fp32", "fp16", "bf16", "int8"),
+            precisions=("fp32", "fp16", "bf16", "int8", "fp8"),
             qdq="tensorrt",
             extra="tensorrt-rtx",
             needs_gpu=True,

@@ -72,14 +72,14 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
 
 def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]:
     """What the search runs on: every case of the signature with a batch of two at most, then the data."""
-    from accel.verify.data import Dataset
+    from accel.verify.stream import SampleStream
 
     signature = src.signature
     cases = [{d: min(s, 2) if d == signature.batch_dim else s for d, s in case.items()} for case in signature.cases()]
     for index, case in enumerate(case for i, case in enumerate(cases) if case not in cases[:i]):
         yield signature.example_inputs(seed=index, **case)
     if config.data is not None:
-        yield from Dataset.load(config.data, signature).batches(4, _DATA_SAMPLES)
+        yield from SampleStream(config.data, signature).batches(4, _DATA_SAMPLES)
 
 
 def _notes(source: Source, found: Searched, config: CastConfig, feeds: int) -> dict[str, Any]:
@@ -133,7 +133,9 @@ def _check_types(model: Any) -> None:
         onnx.shape_inference.infer_shapes(without_weights(model), check_type=True, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         if "No schema registered" not in str(error):
-            raise CastFailed(f"the cast model has contradicting types ({one_line(error)}); use keep_fp32") from error
+            raise CastFailed(
+                f"the cast model has contradicting types ({one_line(error)}); leave the node with --cast keep-fp32=NAME"
+            ) from error
 
 
 def _check_loads(path: Path) -> None:
@@ -146,4 +148,6 @@ def _check_loads(path: Path) -> None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise CastFailed(f"ONNX Runtime refuses the cast model ({one_line(error)}); use keep_fp32") from error
+        raise CastFailed(
+            f"ONNX Runtime refuses the cast model ({one_line(error)}); leave the node with --cast keep-fp32=NAME"
+        ) from error

@@ -119,7 +119,9 @@ def _compare(
             found = rounded.run(given, [n for n in names if n in rounded.types])
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
-            raise StageFailed(f"the cast model doesn't run ({reason}); name the node with keep_fp32") from error
+            raise StageFailed(
+                f"the cast model doesn't run ({reason}); leave the node with --cast keep-fp32=NAME"
+            ) from error
         for name, value in found.items():
             seen[name] = _look(wanted[name], value, top if name in masked else math.inf, name in measured)
     return seen

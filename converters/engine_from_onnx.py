@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, Manifest, beside, file_sha256, manifest_path
+from accel.cache import kept_folder
 from accel.child import run_in_child
 from accel.converters.optimization_profile import OptimizationProfile, default_profile, merged_dims, parse_profiles
 from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra, UnsupportedHere
@@ -121,6 +122,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
                 builder_level=config.builder_level,
                 version_compatible=config.version_compatible,
                 hardware=config.hardware,
+                kept=kept_folder() if config.toolkit == "tensorrt" else None,
             )
     except ChildCrashed as error:
         raise EngineNotBuilt(

@@ -1,4 +1,4 @@
-"""float32 ONNX to int8, in the form that the target runs fastest."""
+"""float32 ONNX to 8 bits, in the form that the target runs fastest."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 CALIBRATIONS = ("minmax", "entropy", "percentile", "mse")
 
-# Before opset 13 QuantizeLinear knows no axis, which per-channel scales need.
+# Before opset 13 QuantizeLinear knows no axis, which per-channel scales need; before 19 no 8-bit floats; before 21 no
+# blocks.
 _MIN_OPSET = 13
+FP8_OPSET = 19
+BLOCK_OPSET = 21
+
+# Of the values in fp8 the steps grow with the value: what entropy and mse weigh is something else.
+FP8_CALIBRATIONS = ("minmax", "percentile")
 
 _CHECKED_AT_ONCE = 16
 
@@ -73,19 +79,27 @@ FORMS = {
         extra="openvino",
         module="nncf",
     ),
-    "tensorrt": Form(runs={"static": "accel.converters.quantize_ort:run_symmetric"}),
+    "tensorrt": Form(
+        runs={
+            "static": "accel.converters.quantize_ort:run_symmetric",
+            "fp8": "accel.converters.quantize_fp8:run_fp8",
+            "int8-weights": "accel.converters.quantize_blocks:run_blocks",
+            "int4-weights": "accel.converters.quantize_blocks:run_blocks",
+        }
+    ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(StageConfig):
-    """``form``: ort-cpu, openvino or tensorrt. ``mode``: static; dynamic (ort-cpu); or int8-weights or int4-weights
-    (ort-cpu, openvino), where only the weights of large products change: those of ``smallest`` numbers and more, with
-    one scale for ``block_size`` of them (8 bits in the openvino form: one a channel). ``data``: what to calibrate on,
-    ``samples`` of it at most. ``calibration``: minmax, percentile (``percentile`` of the values are inside), entropy or
-    mse, see ``histogram.value_range`` (the openvino form has the first two). ``smooth``: how much of the activations'
-    outliers moves into the weights of a transformer (0 none, 1 all; the openvino form has its own). ``ops``: quantize
-    these operators only. ``keep``: nodes to leave in float32, by name or operator, with * and ?."""
+    """``form``: ort-cpu, openvino or tensorrt. ``mode``: static; dynamic (ort-cpu); fp8 (tensorrt: 8-bit floats, E4M3,
+    calibrated by minmax or percentile); or int8-weights or int4-weights, where only the weights of large products
+    change: those of ``smallest`` numbers and more, with one scale for ``block_size`` of them (8 bits in the openvino
+    form: one a channel). ``data``: what to calibrate on, ``samples`` of it at most. ``calibration``:
+    minmax, percentile (``percentile`` of the values are inside), entropy or mse, see ``histogram.value_range`` (the
+    openvino form has the first two). ``smooth``: how much of the activations' outliers moves into the weights of a
+    transformer (0 none, 1 all; the openvino form has its own, fp8 needs none). ``ops``: quantize these operators only.
+    ``keep``: nodes to leave in float32, by name or operator, with * and ?."""
 
     form: str = "ort-cpu"
     mode: str = "static"
@@ -119,14 +133,15 @@ class Task:
     excluded: tuple[str, ...]
     transformer: bool
     unfinished: Path | None = None  # a folder for what a killed calibration has found, see ``collect``
+    base: str = "fp32"  # what the layers compute in that aren't int8, for ``measure``
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
-    """int8 as ``config.form`` writes it. Names, dtypes, dynamic dims, opset and IR stay. Without ``data`` a static form
-    is calibrated on random inputs, and ``notes["warning"]`` says so.
+    """8 bits as ``config.form`` writes them. Names, dtypes, dynamic dims, opset and IR stay. Without ``data`` a static
+    form is calibrated on random inputs, and ``notes["warning"]`` says so.
 
     Raises ``QuantizeFailed``; ``UnknownName`` for a form, mode, calibration or pattern that is none;
-    ``UnsupportedHere`` for a model that is not float32 or older than opset 13; ``MissingExtra``; ``BadData``.
+    ``UnsupportedHere`` for a model that is not float32 or older than opset 13 (fp8: 19); ``MissingExtra``; ``BadData``.
     """
     from accel.converters.onnx_write import onnx_artifact
     from accel.sources.onnx_file import read_proto
@@ -134,9 +149,9 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
 
     form = _form(config)
     model = read_detached(src.path)
-    check_source(src, model)
+    check_source(src, model, config)
     notes: dict[str, Any] = {"form": config.form, "mode": config.mode}
-    if config.mode == "static":
+    if config.mode in ("static", "fp8"):
         notes |= _calibration_notes(src, config)
     bits = ""
     if config.reduce_range:
@@ -167,6 +182,8 @@ def _form(config: QuantizeConfig) -> Form:
     ):
         if name not in known:
             raise UnknownName(f"unknown {kind} of quantization {name!r}; use {' or '.join(known)}")
+    if config.mode == "fp8" and config.calibration not in FP8_CALIBRATIONS:
+        raise UnknownName(f"fp8 has no calibration {config.calibration!r}; use {' or '.join(FP8_CALIBRATIONS)}")
     form = FORMS[config.form]
     if form.extra and importlib.util.find_spec(form.module) is None:
         raise MissingExtra(form.module, form.extra)
@@ -187,17 +204,27 @@ def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, fol
     )
 
 
-def check_source(src: Artifact, model: onnx.ModelProto) -> None:
+def least_opset(config: QuantizeConfig) -> int:
+    """The opset that what ``config`` writes needs."""
+    if config.mode == "fp8":
+        return FP8_OPSET
+    return BLOCK_OPSET if config.form == "tensorrt" and config.mode.endswith("-weights") else _MIN_OPSET
+
+
+def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) -> None:
     """``UnsupportedHere`` where ``src`` can't be quantized."""
     from accel.sources.onnx_file import describe_model, opset_of
 
     precision = describe_model(model)[1]["precision"]
-    if precision in ("int8", "int4"):
+    if precision in ("int8", "int4", "fp8"):
         raise UnsupportedHere(f"{src.path} is quantized already; start from its float32 form")
     if precision != "fp32":
         raise UnsupportedHere(f"{src.path} is {precision}; quantize the float32 model, then cast that to {precision}")
-    if opset_of(model) < _MIN_OPSET:
-        raise UnsupportedHere(f"int8 needs opset >= {_MIN_OPSET}, {src.path} has {opset_of(model)}; pass --opset 20")
+    least = least_opset(config)
+    if opset_of(model) < least:
+        what = "int8" if least == _MIN_OPSET else config.mode
+        have = opset_of(model)
+        raise UnsupportedHere(f"{what} needs opset >= {least}, {src.path} has {have}; pass --opset {max(20, least)}")
 
 
 def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
@@ -283,7 +310,9 @@ def _counts(model: onnx.ModelProto) -> dict[str, Any]:
     ops: dict[str, int] = {}
     for node in model.graph.node:
         ops[node.op_type] = ops.get(node.op_type, 0) + 1
-    kinds = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4)
+    kinds = (
+        TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN,
+    )  # fmt: skip
     weights = [t for t in model.graph.initializer if t.data_type in kinds]
     wanted = (
         "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "MatMulNBits",

@@ -149,7 +149,7 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
     for value in model.graph.output:
         if value.name in originals:
             raise QuantizeFailed(
-                f"the output {value.name!r} would be quantized; leave the node that makes it with keep"
+                f"the output {value.name!r} would be quantized; leave the node that makes it with --quantize keep=NAME"
             )
     onnx.save(model, str(path))
 

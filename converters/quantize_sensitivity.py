@@ -1,19 +1,21 @@
-"""How much each layer of a model loses in int8, alone, measured at the model's outputs.
+"""How much each layer of a model loses in int8 and in 16 bits, alone, measured at the model's outputs; and its work.
 
-One model holds every layer in both forms, behind an If that a flag of its own decides, so that each run quantizes one
+One model holds every layer in all forms, behind an If that a flag of its own decides, so that each run changes one
 layer and nothing is loaded anew.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
+from accel.converters.products import PRODUCTS, channel_axis, layers_to_quantize
 from accel.converters.quantize import QuantizeConfig, Task, calibration_feeds, check_source, make_task, run_task
 from accel.progress import report
 from accel.verify.compare import rel_l2
@@ -22,35 +24,42 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx
 
-_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-
 # Batches of how many samples the outputs are compared on.
 _BATCH = 4
 _BATCHES = 8
 
+# Weights are read from memory at every run; on CPUs and GPUs alike that takes about as long as this many products with
+# each of them.
+_ROWS_A_READ = 16
+
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """``error``: relative l2 of the worst output when only this node is quantized, as far off as on any batch."""
+    """``error``: relative l2 of the worst output when only this node is quantized, as far off as on any batch;
+    ``error_in_base`` when it computes in fp16 or bf16 instead. ``work``: its multiply-adds on a sample, or what reading
+    its weights takes if that is more."""
 
     node: str
     op: str
     error: float
+    error_in_base: float = 0.0
+    work: float = 1.0
 
 
-def sensitivities(src: Artifact, config: QuantizeConfig) -> list[Sensitivity]:
+def sensitivities(src: Artifact, config: QuantizeConfig, base: str = "fp32") -> list[Sensitivity]:
     """Every product with constant weights that ``config`` would quantize, the most sensitive first. Its ranges and, for
-    transformers, its smoothing are those of ``config``; the names are those that ``config.keep`` takes.
+    transformers, its smoothing are those of ``config``; the names are those that ``config.keep`` takes. ``base``: what
+    the layers compute in that aren't int8.
 
     Raises what ``quantize`` raises for the source, the data and ``config``.
     """
     from accel.sources.onnx_weights import read_detached
 
     model = read_detached(src.path)
-    check_source(src, model)
+    check_source(src, model, config)
     report("measuring what each layer loses in int8")
     with tempfile.TemporaryDirectory(prefix="sensitivity-") as folder:
-        task = make_task(src, config, model, Path(folder))
+        task = replace(make_task(src, config, model, Path(folder)), base=base)
         found: list[Sensitivity] = run_task("accel.converters.quantize_sensitivity:measure", task, model)
     return sorted(found, key=lambda one: -one.error)
 
@@ -64,43 +73,51 @@ def measure(task: Task) -> list[Sensitivity]:
 
     config = task.config
     if task.transformer and config.smooth:
-        smoothed(task, config.ops or _PRODUCTS)
+        smoothed(task, config.ops or PRODUCTS)
     model = read_detached(task.path)
-    layers = _layers(model, task)
+    layers = layers_to_quantize(model, task.excluded, config.ops or PRODUCTS)
     histograms = Histograms(model, list(dict.fromkeys(node.input[0] for node in layers)))
     collect(histograms, partial(calibration_feeds, task, _BATCH))
-    flags = _with_both_forms(model, layers, histograms, config)
-    both = RoundedModel(model)
-    errors = dict.fromkeys(flags, 0.0)
+    batches = calibration_feeds(task, _BATCH)
+    samples = sum(max((len(value) for value in feeds.values() if value.ndim), default=1) for feeds in batches)
+    work = {node.name: _work(node, model, histograms, samples) for node in layers}
+    flags = _with_all_forms(model, layers, histograms, task)
+    all_forms = RoundedModel(model)
+    errors = {form: dict.fromkeys((node.name for node in layers), 0.0) for form in ("int8", task.base)}
     for number, feeds in enumerate(calibration_feeds(task, _BATCH)):
         if number == _BATCHES:
             break
-        wanted = both.run({**feeds, **_switched(flags, None)})
-        for done, name in enumerate(flags):
-            report(f"quantizing {name} alone", (number + done / len(flags)) / _BATCHES)
-            found = both.run({**feeds, **_switched(flags, name)})
-            errors[name] = max(errors[name], *(_relative(wanted[output], found[output]) for output in wanted))
-    ops = {node.name: node.op_type for node in layers}
-    return [Sensitivity(name, ops[name], error) for name, error in errors.items()]
-
-
-def _layers(model: onnx.ModelProto, task: Task) -> list[onnx.NodeProto]:
-    weights = {tensor.name for tensor in model.graph.initializer}
-    ops = task.config.ops or _PRODUCTS
+        wanted = all_forms.run({**feeds, **_switched(flags, None)})
+        for done, (name, form) in enumerate(flags):
+            report(f"computing {name} alone in {form}", (number + done / len(flags)) / _BATCHES)
+            found = all_forms.run({**feeds, **_switched(flags, (name, form))})
+            off = max(_relative(wanted[output], found[output]) for output in wanted)
+            errors[form][name] = max(errors[form][name], off)
     return [
-        node
-        for node in model.graph.node
-        if node.op_type in ops
-        and node.op_type in _PRODUCTS
-        and node.input[1] in weights
-        and node.name not in task.excluded
+        Sensitivity(node.name, node.op_type, errors["int8"][node.name], errors[task.base][node.name], work[node.name])
+        for node in layers
     ]
 
 
-def _switched(flags: Mapping[str, str], on: str | None) -> dict[str, np.ndarray]:
+def _work(node: onnx.NodeProto, model: onnx.ModelProto, histograms: Any, samples: int) -> float:
+    """Multiply-adds on a sample: every position of the input meets every weight. (A stride leaves positions out.)"""
+    dims = next(tensor.dims for tensor in model.graph.initializer if tensor.name == node.input[1])
+    weights = math.prod(dims)
+    if node.op_type in ("Conv", "Gemm"):
+        channels = dims[1 - channel_axis(node)]
+    else:
+        channels = dims[-2] if node.op_type == "MatMul" and len(dims) > 1 else dims[0]
+    groups = next((a.i for a in node.attribute if a.name == "group"), 1) if node.op_type == "Conv" else 1
+    strides = next((a.ints for a in node.attribute if a.name == "strides"), ())
+    skipped = math.prod(strides) if node.op_type == "Conv" else 1
+    values = float(histograms.found[node.input[0]].counts.sum()) / max(1, samples)
+    return float(weights * max(values / (channels * groups) / skipped, _ROWS_A_READ))
+
+
+def _switched(flags: Mapping[tuple[str, str], str], on: tuple[str, str] | None) -> dict[str, np.ndarray]:
     import numpy as np
 
-    return {flag: np.array(name == on) for name, flag in flags.items()}
+    return {flag: np.array(which == on) for which, flag in flags.items()}
 
 
 def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
@@ -114,43 +131,88 @@ def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
     return rel_l2(wanted[finite], found[finite])
 
 
-def _with_both_forms(
-    model: onnx.ModelProto, layers: list[onnx.NodeProto], histograms: Any, config: QuantizeConfig
-) -> dict[str, str]:
-    """Replace each layer, in place, by an If between int8 and float32; the name of its flag by that of the node."""
+def _with_all_forms(
+    model: onnx.ModelProto, layers: list[onnx.NodeProto], histograms: Any, task: Task
+) -> dict[tuple[str, str], str]:
+    """Replace each layer, in place, by an If between int8 and float32, and another one inside where the base of
+    ``task`` has 16 bits; the name of each flag by the names of its node and its form."""
     import onnx
-    from onnx import TensorProto, helper
 
     from accel.converters.histogram import value_range
 
+    config = task.config
     symmetric = config.form == "tensorrt"
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    flags: dict[str, str] = {}
+    flags: dict[tuple[str, str], str] = {}
     names = {node.name for node in layers}
     nodes = []
     for node in model.graph.node:
         if node.name not in names:
             nodes.append(node)
             continue
-        flag = f"{node.name}/in_int8"
         ends = value_range(
             histograms.found[node.input[0]], config.calibration, percentile=config.percentile, symmetric=symmetric
         )
-        low_form = _quantized(model, node, tensors[node.input[1]], ends, config, symmetric)
-        high_form = onnx.NodeProto()
-        high_form.CopyFrom(node)
-        high_form.output[0] = f"{node.output[0]}/float32"
-        branches = {}
-        for branch, inside in (("then_branch", low_form), ("else_branch", [high_form])):
-            end = onnx.ValueInfoProto(name=inside[-1].output[0])
-            end.type.tensor_type.elem_type = TensorProto.FLOAT
-            branches[branch] = helper.make_graph(inside, branch, [], [end])
-        nodes.append(helper.make_node("If", [flag], [node.output[0]], name=node.name, **branches))
-        model.graph.input.append(helper.make_tensor_value_info(flag, TensorProto.BOOL, []))
-        flags[node.name] = flag
+        weight = tensors[node.input[1]]
+        low_form = _quantized(model, node, weight, ends, config, symmetric)
+        plain = onnx.NodeProto()
+        plain.CopyFrom(node)
+        plain.output[0] = f"{node.output[0]}/float32"
+        otherwise = [plain]
+        if task.base != "fp32":
+            flag = flags[node.name, task.base] = f"{node.name}/in_{task.base}"
+            result = f"{node.output[0]}/not_int8"
+            otherwise = [_choice(model, node, flag, _in_16_bits(node, task.base), otherwise, result)]
+        flag = flags[node.name, "int8"] = f"{node.name}/in_int8"
+        nodes.append(_choice(model, node, flag, low_form, otherwise, node.output[0]))
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     return flags
+
+
+def _choice(
+    model: onnx.ModelProto,
+    node: onnx.NodeProto,
+    flag: str,
+    then: list[onnx.NodeProto],
+    otherwise: list[onnx.NodeProto],
+    result: str,
+) -> onnx.NodeProto:
+    """An If for ``node``; its flag becomes an input of ``model``."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    branches = {}
+    for branch, inside in (("then_branch", then), ("else_branch", otherwise)):
+        end = onnx.ValueInfoProto(name=inside[-1].output[0])
+        end.type.tensor_type.elem_type = TensorProto.FLOAT
+        branches[branch] = helper.make_graph(inside, branch, [], [end])
+    model.graph.input.append(helper.make_tensor_value_info(flag, TensorProto.BOOL, []))
+    return helper.make_node("If", [flag], [result], name=f"{node.name}/{flag}", **branches)
+
+
+def _in_16_bits(node: onnx.NodeProto, base: str) -> list[onnx.NodeProto]:
+    """The same product with its inputs and its result rounded to ``base``, summed in float32 as the hardware does."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    kind = TensorProto.FLOAT16 if base == "fp16" else TensorProto.BFLOAT16
+    nodes: list[onnx.NodeProto] = []
+
+    def rounded(name: str, result: str) -> str:
+        nodes.append(helper.make_node("Cast", [name], [f"{result}/{base}"], to=kind))
+        nodes.append(helper.make_node("Cast", [f"{result}/{base}"], [result], to=TensorProto.FLOAT))
+        return result
+
+    product = onnx.NodeProto()
+    product.CopyFrom(node)
+    for index, name in enumerate(node.input):
+        if name:
+            product.input[index] = rounded(name, f"{node.name}/input_{index}_in_{base}")
+    product.output[0] = f"{node.output[0]}/exact_of_{base}"
+    nodes.append(product)
+    rounded(product.output[0], f"{node.output[0]}/of_{base}")
+    return nodes
 
 
 def _quantized(
@@ -174,7 +236,7 @@ def _quantized(
         return name
 
     scale, zero = _activation_scale(ends, symmetric)
-    axis = _channel_axis(node)
+    axis = channel_axis(node)
     value = weight_array(weight)
     others = tuple(i for i in range(value.ndim) if i != axis) if config.per_channel else None
     steps = np.maximum(np.abs(value).max(axis=others), np.finfo(np.float32).tiny) / 127
@@ -203,12 +265,3 @@ def _activation_scale(ends: tuple[float, float], symmetric: bool) -> tuple[np.nd
         return np.array(scale, np.float32), np.array(0, np.int8)
     scale = (high - low) / 255 or 1.0
     return np.array(scale, np.float32), np.array(round(-low / scale), np.uint8)
-
-
-def _channel_axis(node: onnx.NodeProto) -> int:
-    """The axis of the weights that has one entry for each output channel."""
-    if node.op_type == "Conv":
-        return 0
-    if node.op_type == "Gemm":
-        return 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
-    return 1

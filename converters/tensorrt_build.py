@@ -15,8 +15,10 @@ from accel.converters.engine_from_onnx import EngineNotBuilt
 from accel.converters.kernel_table import parse_layers, summary
 from accel.converters.onnx_for_tensorrt import check_onnx
 from accel.converters.preflight import known_operators
+from accel.converters.timing_cache import keep_timing_cache, timing_file, use_timing_cache
 from accel.errors import UnsupportedHere
 from accel.progress import report
+from accel.runtimes.cuda_memory import device_capability
 from accel.runtimes.tensorrt_toolkit import (
     Log,
     choose_capabilities,
@@ -54,8 +56,10 @@ def build(
     builder_level: int | None,
     version_compatible: bool = False,
     hardware: str | None = None,
+    kept: Path | None = None,
 ) -> dict[str, Any]:
-    """Build ``model`` into ``out``; what the network has and what became of it, as plain values."""
+    """Build ``model`` into ``out``; what the network has and what became of it, as plain values. ``kept``: the folder
+    of the timing cache, of a toolkit that has one."""
 
     def body() -> dict[str, Any]:
         trt = load_toolkit(toolkit)
@@ -72,8 +76,13 @@ def build(
         for shapes in profiles:
             _add_profile(builder, config, network, shapes)
         monitor = _watch(trt, config, toolkit)
+        timings = timing_file(kept, str(trt.__version__), device_capability()) if kept is not None else None
+        if timings is not None:
+            use_timing_cache(config, timings)
         data = builder.build_serialized_network(network, config)
         del monitor
+        if timings is not None and data is not None:
+            keep_timing_cache(config, timings)
         if data is None:
             raise EngineNotBuilt(_refused(f"{toolkit} can't build {model.name}", _first_reason(log.errors)))
         content = bytes(data)
@@ -266,8 +275,6 @@ def _capability_here(trt: Any) -> list[str]:
     """What an engine runs on that nothing was asked for: this GPU, for a toolkit that builds for the one it finds."""
     if offered_capabilities(trt):
         return []
-    from accel.runtimes.cuda_memory import device_capability
-
     return [device_capability()]
 
 

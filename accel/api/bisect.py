@@ -29,7 +29,8 @@ _BATCH = 8
 class BisectReport:
     """``divergence`` is None where the outputs agree within ``limit``. ``tensors``: how many were matched (of which
     ``by_structure``), ``unmatched`` how many have no counterpart. ``harmless``: they differ, what is computed from them
-    doesn't. ``earlier``: tensors before the one found that differ as well; None unless scanned."""
+    doesn't. ``earlier``: tensors before the one found that differ as well; None unless scanned. ``notes``: which file
+    was looked into instead of one that can't be."""
 
     divergence: Divergence | None
     limit: float
@@ -40,6 +41,7 @@ class BisectReport:
     unmatched: int
     harmless: tuple[str, ...]
     earlier: tuple[str, ...] | None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -52,6 +54,7 @@ class BisectReport:
             "unmatched": self.unmatched,
             "harmless": list(self.harmless),
             "earlier": None if self.earlier is None else list(self.earlier),
+            "notes": list(self.notes),
         }
 
 
@@ -66,20 +69,23 @@ def bisect(
     dims: Dims | None = None,
 ) -> BisectReport:
     """Find the first node at which ``candidate`` parts from ``reference``: two ONNX models with the same inputs and
-    outputs, after whatever stage (simplified, cast, quantized).
+    outputs, after whatever stage (simplified, cast, quantized). For an engine or an OpenVINO model the last ONNX form
+    that it was made from, where that is still there as the manifest records it.
 
     Both run on ``samples`` samples of ``data`` (without it on random inputs), with the rounding of their own dtypes
     after every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ of a tensor that still counts
     as the same; the default follows the candidate's precision, 0 asks for equal bits. O(log n) runs, with no more than
     the tensors across one cut of the graph in memory; ``scan`` then also looks at every tensor before.
 
-    Raises ``UnsupportedHere`` for what is no ONNX, ``UsageError`` where inputs or outputs differ, ``BadData``.
+    Raises ``UnsupportedHere`` for what is no ONNX and has none in its manifest, ``UsageError`` where inputs or outputs
+    differ, ``BadData``.
     """
-    from accel.sources.onnx_file import read_proto
+    from accel.sources.onnx_weights import read_detached
     from accel.verify.bisect import Bisection
     from accel.verify.data import widened
 
-    first, second = _open(reference, dims), _open(candidate, None)
+    notes: list[str] = []
+    first, second = _open(reference, dims, notes), _open(candidate, None, notes)
     first = widened(first, Path(data) if data else None, dict(dims or {}))
     for role, ours, theirs in (
         ("inputs", first.signature.inputs, second.signature.inputs),
@@ -97,9 +103,7 @@ def bisect(
     if samples < 1:
         raise UsageError(f"{samples} samples are none; give at least 1")
     feeds = _feeds(first, Path(data) if data else None, samples)
-    search = Bisection(
-        read_proto(first.path, weights=True), read_proto(second.path, weights=True), feeds, limit=limit
-    ).search(scan=scan)
+    search = Bisection(read_detached(first.path), read_detached(second.path), feeds, limit=limit).search(scan=scan)
     return BisectReport(
         divergence=search.found,
         limit=limit,
@@ -110,16 +114,33 @@ def bisect(
         unmatched=len(search.match.unmatched),
         harmless=search.harmless,
         earlier=search.earlier,
+        notes=tuple(notes),
     )
 
 
-def _open(model: str | Path | Artifact, dims: Dims | None) -> Artifact:
+def _open(model: str | Path | Artifact, dims: Dims | None, notes: list[str]) -> Artifact:
     artifact = open_source(model, dims=dims)
-    if artifact.kind != "onnx":
+    if artifact.kind == "onnx":
+        return artifact
+    made_from = _last_onnx(artifact)
+    if made_from is None:
         raise UnsupportedHere(
             f"{artifact.path} is {artifact.kind}; bisect looks inside ONNX files: give the one it was made from"
         )
-    return artifact
+    notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, which it was made from")
+    return made_from
+
+
+def _last_onnx(artifact: Artifact) -> Artifact | None:
+    """The ONNX form that the last stage of ``artifact`` read, its bytes being those that the manifest records."""
+    if not artifact.history:
+        return None
+    record = artifact.history[-1]
+    path = Path(str(record.get("input_path", "")))
+    if path.suffix != ".onnx" or not path.is_file():
+        return None
+    found = open_source(path)
+    return found if found.digest == record["input"] else None
 
 
 def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str, np.ndarray]]:

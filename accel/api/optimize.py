@@ -23,21 +23,26 @@ from accel.optimizer.judge import Judge, Judgement, Metric
 from accel.optimizer.label_metric import read_labels
 from accel.optimizer.noise import noise_notes
 from accel.optimizer.publish import check_out, publish
-from accel.optimizer.recipes import Request, likelihood, precisions_for, recipes, targets_for
+from accel.optimizer.recipes import Request, likelihood, precisions_for, recipes, searched, targets_for
 from accel.optimizer.report_page import PAGE, write_page
 from accel.optimizer.search import Search
+from accel.optimizer.stage_options import parse_cast_options, parse_quantize_options
 from accel.optimizer.workload import workload
 from accel.runtimes.engine_options import parse_engine_options
 from accel.sources import REPORT, open_source, renaming_note
 from accel.stage import run_stage
-from accel.verify.data import Dataset, widened
+from accel.verify.data import widened
 from accel.verify.gates import OutputGate
 from accel.verify.runs import check_runs, check_samples
+from accel.verify.stream import SampleStream
 
 if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
 
 SOURCE_NAME = "source"
+
+_CALIBRATION_SAMPLES = 128
+_READ_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,8 @@ def optimize(
     dims: Dims | None = None,
     kernels: bool = False,
     engine: Sequence[str] = (),
+    quantize: Sequence[str] = (),
+    cast: Sequence[str] = (),
     use_cache: bool = True,
     graph_inputs: Sequence[str] = (),
     graph_outputs: Sequence[str] = (),
@@ -112,7 +119,8 @@ def optimize(
     each sample; ``label_metric``: see ``read_labels``. ``max_drop``: how much worse than the source it may be: relative
     loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``: optimization
     profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``. ``engine``: of its
-    build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
+    build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``). ``quantize``, ``cast``: of these stages,
+    such as ``calibration=entropy`` and ``keep-fp32=Softmax`` (see ``accel.optimizer.stage_options``).
 
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1); ``batch``:
     its batch; ``lengths``: a mix of lengths instead of one (``8,16,128``, a file of whole numbers, ``data``).
@@ -126,7 +134,8 @@ def optimize(
     it isn't measurably faster than the source, and a note says so.
 
     Nothing slower than the source is ever chosen: where no candidate is measurably faster, the source itself is. For a
-    target that can't run here nothing is measured: then the first of fp16, int8, bf16, fp32 within the budget is taken.
+    target that can't run here nothing is measured: then the first of fp16, int8, fp8, bf16, fp32 within the budget is
+    taken.
     Raises ``NothingPassed`` where a target that can't run here has no candidate within the budget.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
@@ -156,8 +165,10 @@ def optimize(
         calibration = Path(data) if data else None
         for given in (calibration, Path(eval_data) if eval_data else None):
             src = widened(src, given, dict(dims or {}))
-        dataset = Dataset.load(calibration, src.signature) if calibration else None  # held: read once for all gates
-        samples = min(128, max(1, len(dataset) // 2)) if dataset else 0  # so that the other half can judge
+        stream = SampleStream(calibration, src.signature) if calibration else None
+        count = _checked(stream) if stream else 0
+        quantizing = parse_quantize_options(quantize)
+        samples = _calibration_samples(count, quantizing.get("samples"), apart=bool(eval_data)) if count else 0
         request = Request(
             targets=targets_for(target),
             precisions=precisions_for([precision] if isinstance(precision, str) else precision),
@@ -168,10 +179,12 @@ def optimize(
             compute_capabilities=tuple(compute_capabilities),
             kernels=kernels,
             engine=parse_engine_options(engine),
+            quantize=quantizing,
+            cast=parse_cast_options(cast),
         )
         work = workload(
             src.signature,
-            dataset,
+            stream,
             objective=objective,
             sizes=sizes or {},
             batch=batch,
@@ -186,6 +199,9 @@ def optimize(
             check_samples(src, calibration, samples, cache)
         judge.check()
         rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
+        for recipe in [searched(src, row.recipe, request) for row in rows if row.recipe and row.over_budget]:
+            if recipe is not None:
+                rows.append(attempt(recipe, src, calibration, judge, max_drop, cache, budget))
         source = CandidateResult(
             name=SOURCE_NAME,
             target="ort-cpu",
@@ -200,7 +216,8 @@ def optimize(
             source.judgement = Judgement(
                 drop=0.0, metric=wanted, reference_metric=wanted, max_abs_diff=0.0, judged_on="itself"
             )
-        notes: list[str] = [note] if (note := renaming_note(src)) else []
+        notes = [note] if (note := renaming_note(src)) else []
+        notes += _notes(rows, samples, quantizing.get("samples"))
         environment: Mapping[str, Any] = {}
         runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
         if runnable or not rows:
@@ -252,6 +269,29 @@ def optimize(
             (lambda path, artifact: _write_page(path, replace(result, artifact=artifact))) if with_page else None,
         )
         return replace(result, artifact=published)
+
+
+def _checked(stream: SampleStream) -> int:
+    """How many samples there are, each read once: one that can't be used is named before any work is done."""
+    for _ in stream.batches(_READ_AT_ONCE):
+        pass
+    return len(stream)
+
+
+def _calibration_samples(count: int, asked: int | None, *, apart: bool) -> int:
+    """How many of ``count`` samples calibrate: at most half of them, so that the other half can judge, unless others
+    do (``apart``) and a number was asked for."""
+    return min(asked or _CALIBRATION_SAMPLES, count if asked and apart else max(1, count // 2))
+
+
+def _notes(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
+    """What was done otherwise than somebody may think."""
+    found = []
+    if asked is not None and samples < asked:
+        found.append(f"calibrated on {samples} samples, not {asked}: there are no more that others don't judge by")
+    for reason in dict.fromkeys(row.trajectory.not_confirmed for row in rows if row.trajectory is not None):
+        found += [f"mixed: the layers left float were not confirmed on a held-out half: {reason}"] if reason else []
+    return found
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:

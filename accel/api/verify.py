@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The largest relative error (rel_l2) that each precision may have on real data; see the README for what they are worth.
 # int4 (of weights alone): a twelfth of each product's norm at 15 steps a block of 32, added up over some 20 of them.
-LIMITS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 2.5e-1, "int4": 4e-1}
+LIMITS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 2.5e-1, "fp8": 2.5e-1, "int4": 4e-1}
 
 
 @dataclass(frozen=True, kw_only=True)

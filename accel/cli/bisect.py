@@ -63,6 +63,7 @@ def _human(found: BisectReport) -> Any:
     looked += f", {found.by_structure} of them by structure" if found.by_structure else ""
     looked += f", {found.unmatched} without a counterpart" if found.unmatched else ""
     looked += f"; {found.runs} runs, limit {found.limit:g}"
+    looked += "".join(f"\n{note}" for note in found.notes)
     if found.divergence is None:
         inside = f"\ndiffer without consequence: {', '.join(found.harmless)}" if found.harmless else ""
         return escape(f"the outputs agree: {looked}{inside}")
@@ -79,7 +80,7 @@ def _human(found: BisectReport) -> Any:
     for name, n in {d.tensor: d.numbers, **d.inputs}.items():
         role = n.problem or ("differs" if name == d.tensor else "what it is computed from")
         table.add_row(escape(name), f"{n.rel_l2:.3g}", f"{n.max_abs:.3g}", f"{n.cosine:.6f}", role)
-    parts: list[Any] = [escape("\n".join(lines)), table, looked]
+    parts: list[Any] = [escape("\n".join(lines)), table, escape(looked)]
     if found.harmless:
         parts.append(escape(f"differ without consequence: {', '.join(found.harmless)}"))
     if found.earlier is None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     help="auto (whatever this machine can run), ort-cpu, openvino, ort-cuda, tensorrt or tensorrt-rtx.",
 )
 @click.option(
-    "--precision", multiple=True, help="Only this: fp32, fp16, bf16, int8, int4 (weights) or mixed. Repeatable."
+    "--precision", multiple=True, help="Only this: fp32, fp16, bf16, int8, fp8, int4 (weights) or mixed. Repeatable."
 )
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
 @click.option("--eval-data", type=click.Path(path_type=Path), help="What the metric is computed on; by default --data.")
@@ -56,6 +56,20 @@ if TYPE_CHECKING:
     metavar="KEY=VALUE",
     help="Of an engine's build: builder-level=0..5, workspace=2GB; of tensorrt also version-compatible=yes, "
     "hardware=ampere-plus. Repeatable.",
+)
+@click.option(
+    "--quantize",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of quantization: calibration=minmax, percentile, entropy or mse, percentile=99.99, samples=N, smooth=0..1, "
+    "per-channel=no, ops=MatMul,..., keep=NODE,... (stay float); of weights alone block-size=64, smallest=N. "
+    "Repeatable.",
+)
+@click.option(
+    "--cast",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of fp16 and bf16: keep-fp32=NODE,... (names or operators, with * and ?), keep-io=no. Repeatable.",
 )
 @click.option("--kernels", is_flag=True, help="Fuse products with what follows them into accel's own operators.")
 @sizes_option
@@ -104,6 +118,8 @@ def command(
     profiles: tuple[str, ...],
     compute_capabilities: tuple[str, ...],
     engine: tuple[str, ...],
+    quantize: tuple[str, ...],
+    cast: tuple[str, ...],
     kernels: bool,
     sizes: str | None,
     objective: str,
@@ -140,6 +156,8 @@ def command(
         profiles=profiles,
         compute_capabilities=compute_capabilities,
         engine=engine,
+        quantize=quantize,
+        cast=cast,
         kernels=kernels,
         sizes=read_sizes(sizes),
         objective=objective,

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.errors import AccelError, CannotWrite, UnsupportedHere, UsageError
+from accel.errors import AccelError, CannotWrite, GateFailed, UnsupportedHere, UsageError
 from accel.optimizer.budget import Budget, OutOfTime
 from accel.optimizer.judge import Judge, Judgement
 from accel.optimizer.mixed_precision import Trajectory, assign
@@ -43,6 +43,7 @@ class CandidateResult:
     missed_final: bool = False  # a short measurement was enough to leave it
     hidden_by_noise: bool = False  # it may be faster than what was taken
     unsupported: bool = False  # it was refused for what was asked, not for what came out
+    over_budget: bool = False  # it can be made, and is too far off
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -106,14 +107,14 @@ def attempt(
     artifact = src
     last_runnable = src
     share = _BUILDING if recipe.runnable else 1.0
-    doing = "its precisions were searched"
+    doing = "the layers that stay float were found"
     try:
         with budget.within(_GIVING_UP if recipe.runnable else math.inf):
             if recipe.search:
                 if budget.over(share):
                     row.missed(budget.reason("its precisions were searched"))
                     return row
-                recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache)
+                recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache, lambda: budget.over(share))
                 row.recipe, row.options = recipe, dict(recipe.options)
             for stage, config, limit in recipe.stages:
                 if budget.over(share):
@@ -141,9 +142,15 @@ def attempt(
         return row
     except (UsageError, CannotWrite):
         raise
+    except GateFailed as error:
+        row.status, row.reason, row.over_budget = "rejected", _reason(error), True
     except AccelError as error:
-        row.status, row.reason = "rejected", str(error).partition("; the file is set aside")[0]
+        row.status, row.reason = "rejected", _reason(error)
     return row
+
+
+def _reason(error: AccelError) -> str:
+    return str(error).partition("; the file is set aside")[0]
 
 
 def judged(
@@ -157,9 +164,9 @@ def judged(
     """Give ``row`` the judgement of ``artifact`` in a session with these options; it is rejected over the budget."""
     row.judgement = _judgement(judge, artifact, options, cache)
     if row.judgement.problem:
-        row.status, row.reason = "rejected", row.judgement.problem
+        row.status, row.reason, row.over_budget = "rejected", row.judgement.problem, True
     elif row.judgement.drop > max_drop:
-        row.status = "rejected"
+        row.status, row.over_budget = "rejected", True
         row.reason = f"drop {row.judgement.drop:.4f} is over the budget {max_drop:g}"
 
 

@@ -54,7 +54,7 @@ def likeliest(rows: list[CandidateResult]) -> CandidateResult:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
         raise NothingPassed(f"no candidate is within the budget ({reasons}); raise --max-drop or choose --precision")
     best = min(passed, key=lambda row: UNMEASURED_ORDER.index(row.precision))
-    best.reason = "not measured here; the first of fp16, int8, bf16, fp32 that is within the budget"
+    best.reason = "not measured here; the first of fp16, int8, fp8, bf16, fp32 that is within the budget"
     for row in passed:
         if row is not best:
             row.reason = "not measured here; built and within the budget"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, finite_json, text_sha256
 from accel.errors import BadData, RunFailed, UsageError
+from accel.optimizer.label_metric import LabelMetric
 from accel.progress import report
 from accel.runtimes.base import SessionOptions, open_session
 from accel.sources.python_object import load_object, raised
@@ -19,6 +21,7 @@ from accel.verify.compare import compare, cosines
 from accel.verify.data import Dataset
 from accel.verify.gates import cast_feeds, gate_runtime
 from accel.verify.runs import check_samples
+from accel.verify.stream import SampleStream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], float]
 
 _BATCH = 8
+
+# Without a metric outputs are compared on this many batches at most.
+MOST_BATCHES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,9 @@ class Judge:
             raise UsageError("a metric needs data to be computed on; pass --data or --eval-data")
         if self.metric is not None and not callable(self.metric):
             raise UsageError(f"{self.metric_name} is not a function; a metric is called with (outputs, data)")
-        self._feeds = self._load(skip)
+        self._stream = SampleStream(data, source.signature) if data else None
+        self._skip, self._count = self._part_of_the_data(skip)
+        self._dataset: Dataset | None = None
         self._reference: list[dict[str, np.ndarray]] | None = None
         self._reference_metric: float | None = None
 
@@ -74,7 +82,7 @@ class Judge:
             except (OSError, TypeError):
                 code = repr(self.metric)
         data = path_sha256(self.data) if self.data else ""
-        skipped = str(len(self._feeds))
+        skipped = str(self._count)
         return text_sha256(
             "\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), data, code, skipped])
         )
@@ -88,13 +96,13 @@ class Judge:
         outputs = []
         settings = SessionOptions.of(options) if runtime != "onnx-rounded" else SessionOptions()
         with open_session(candidate, runtime, settings) as session:
-            for number, feeds in enumerate(self._feeds):
-                report("judging", number / len(self._feeds))
+            for number, feeds in enumerate(self._feeds()):
+                report("judging", number / self._count)
                 outputs.append(session.run(cast_feeds(session, feeds)))
         differences = [compare(a, b) for a, b in zip(reference, outputs, strict=True)]
         problems = [f"{d.output}: {d.problem}" for row in differences for d in row if d.problem]
         largest = max(d.max_abs for row in differences for d in row)
-        judged_on = f"{len(self._feeds)} batches with {runtime}"
+        judged_on = f"{self._count} batches with {runtime}"
         if problems:
             return Judgement(
                 drop=math.inf,
@@ -146,10 +154,15 @@ class Judge:
         return value
 
     def _arrays(self) -> dict[str, np.ndarray]:
+        """Every array of the data, which the metric may ask for; one of labels has its own."""
         import numpy as np
 
+        if isinstance(self.metric, LabelMetric):
+            return {}
+        assert self.data is not None
+        if self._dataset is None:
+            self._dataset = Dataset.load(self.data, self.source.signature)
         dataset = self._dataset
-        assert dataset is not None
         names = [spec.name for spec in dataset.signature.inputs]
         same_shape = len({tuple(p[n].shape[1:] for n in names) for p in dataset.parts}) == 1
         inputs = {n: np.concatenate([p[n] for p in dataset.parts]) for n in names} if same_shape else {}
@@ -159,26 +172,36 @@ class Judge:
         if self._reference is None:
             with open_session(self.source, gate_runtime(self.source)) as session:
                 try:
-                    self._reference = [session.run(feeds) for feeds in self._feeds]
+                    self._reference = [session.run(feeds) for feeds in self._feeds()]
                 except RunFailed:
                     if self.data is not None:
                         check_samples(self.source, self.data)  # names the sample
                     raise
         return self._reference
 
-    def _load(self, skip: int) -> list[dict[str, np.ndarray]]:
-        self._dataset = Dataset.load(self.data, self.source.signature) if self.data else None
-        if self._dataset is None:
-            cases = self.source.signature.cases()
-            return [self.source.signature.example_inputs(seed=100 + i, **sizes) for i, sizes in enumerate(cases)]
-        feeds = list(self._dataset.batches(_BATCH))
-        if self.metric is not None:  # it may depend on the number and order of the samples: all of them
-            return feeds
-        # Calibration reads from the front; what it has seen is left out here where enough else is there.
-        batches = [f for i, f in enumerate(feeds) if i * _BATCH >= skip] or feeds
-        if not batches:
+    def _part_of_the_data(self, skip: int) -> tuple[int, int]:
+        """How many batches are left out from the front, and how many are judged on. Calibration reads from the front:
+        what it has seen, ``skip`` samples, is left out where enough else is there. A metric may depend on the number
+        and order of the samples: it gets all of them."""
+        if self._stream is None:
+            return 0, len(self.source.signature.cases())
+        count = self._stream.batch_count(_BATCH)
+        if not count:
             raise BadData(f"{self.data} has too few samples for the model's fixed batch; add some")
-        return batches[:16]
+        if self.metric is not None:
+            return 0, count
+        seen = -(-skip // _BATCH)
+        seen = seen if seen < count else 0
+        return seen, min(count - seen, MOST_BATCHES)
+
+    def _feeds(self) -> Iterator[dict[str, np.ndarray]]:
+        """What is judged on, read as it goes: only the outputs stay in memory."""
+        signature = self.source.signature
+        if self._stream is None:
+            for index, sizes in enumerate(signature.cases()):
+                yield signature.example_inputs(seed=100 + index, **sizes)
+            return
+        yield from itertools.islice(self._stream.batches(_BATCH, skip=self._skip), self._count)
 
 
 def _cosines(reference: list[dict[str, np.ndarray]], outputs: list[dict[str, np.ndarray]], name: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.bench.environment import environment
-from accel.errors import MissingExtra, UnknownName, UnsupportedHere
+from accel.converters.preflight import FIRST_WITH
+from accel.converters.quantize import BLOCK_OPSET, FORMS, FP8_CALIBRATIONS, FP8_OPSET, QuantizeConfig
+from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
+from accel.optimizer.stage_options import options_of_mode
 from accel.runtimes.base import get_runtime
+from accel.runtimes.tensorrt_toolkit import check_capability
 from accel.stage import StageConfig
 from accel.target import PRECISIONS, TARGETS, Target
 
@@ -23,6 +28,7 @@ STAGE_LIMITS = {
     "bf16": 1e-1,
     "fp16-in-int8": 1e-1,
     "int8": 1.0,
+    "fp8": 1.0,
     "int4": 1.0,
 }
 
@@ -30,7 +36,11 @@ STAGE_LIMITS = {
 _LARGE_WEIGHTS = 25_000_000
 
 # What a GPU is known to run fastest, most likely first: the order of the candidates where nothing can be measured.
-UNMEASURED_ORDER = ("fp16", "int8", "mixed", "bf16", "fp32")
+UNMEASURED_ORDER = ("fp16", "int8", "fp8", "mixed", "int4", "bf16", "fp32")
+
+# Weights in a block of 4 bits for an engine: TensorRT for RTX multiplies them out inside the product's kernel (those of
+# 8 bits in a kernel of their own, which gains nothing: they are no candidate).
+_ENGINE_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +70,8 @@ class NotTried:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What the candidates are made for. ``samples``: how many of the data's samples calibration may read. ``kernels``:
-    only candidates whose products are fused into accel's operators. ``engine``: further fields of
-    ``EngineFromOnnxConfig``."""
+    only candidates whose products are fused into accel's operators. ``engine``, ``quantize``, ``cast``: further fields
+    of ``EngineFromOnnxConfig``, ``QuantizeConfig`` and ``CastConfig``."""
 
     targets: tuple[Target, ...]
     precisions: tuple[str, ...] | None
@@ -72,13 +82,15 @@ class Request:
     compute_capabilities: tuple[str, ...] = ()
     kernels: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
+    quantize: Mapping[str, Any] = field(default_factory=dict)
+    cast: Mapping[str, Any] = field(default_factory=dict)
 
 
 def likelihood(recipe: Recipe) -> tuple[int, int]:
     """A key that sorts candidates by how likely they are the fastest, the likeliest first."""
     if not recipe.runnable:
         return UNMEASURED_ORDER.index(recipe.precision), 0
-    return ("int8", "mixed", "int4", "bf16", "fp16", "fp32").index(recipe.precision), int(
+    return ("int8", "fp8", "mixed", "int4", "bf16", "fp16", "fp32").index(recipe.precision), int(
         recipe.target.name == "ort-cpu"
     )
 
@@ -112,7 +124,8 @@ def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTrie
     made: list[Recipe] = []
     left_out: list[NotTried] = []
     for target in request.targets:
-        wanted = request.precisions or (*target.precisions, *_weight_only(src, target))
+        own = [p for p in target.precisions if p != "fp8" or not _without_fp8(target, request)]
+        wanted = request.precisions or (*own, *_weight_only(src, target))
         for precision in wanted:
             name = f"{target.name} {precision}"
             if not _has(target, precision):
@@ -123,18 +136,37 @@ def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTrie
                 left_out.append(NotTried(name=name, reason=f"{target.name} has no {precision}"))
                 continue
             reason = _impossible(src, target, precision, request)
+            if reason and precision == "fp8" and request.precisions == ("fp8",) and len(request.targets) == 1:
+                raise UnsupportedHere(reason)
             if reason:
                 left_out.append(NotTried(name=name, reason=reason))
                 continue
             made += _variants(src, target, precision, request)
     if request.kernels and not made:
         raise UnsupportedHere("; ".join(f"{item.name}: {item.reason}" for item in left_out))
+    for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
+        if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
+            raise UsageError(
+                f"--{stage} is given and no candidate has such a stage; leave it out or name a --precision"
+            )
     return made, left_out
+
+
+def searched(src: Artifact, recipe: Recipe, request: Request) -> Recipe | None:
+    """The start of a search for the layers that keep ``recipe``, an int8 candidate, from being right; None where its
+    layers can't be searched, or that search was asked for anyway."""
+    if (
+        recipe.precision != "int8"
+        or request.precisions is not None
+        or _impossible(src, recipe.target, "mixed", request)
+    ):
+        return None
+    return _as_search(recipe)
 
 
 def _has(target: Target, precision: str) -> bool:
     if precision == "int4":
-        return target.qdq in ("ort-cpu", "openvino") and not target.needs_gpu
+        return target.kind == "engine" or not target.needs_gpu
     return precision in target.precisions or (precision == "mixed" and "int8" in target.precisions)
 
 
@@ -150,21 +182,47 @@ def _large_products(src: Artifact) -> bool:
     return sum(size for _, size in product_weights(read_proto(src.path))) >= _LARGE_WEIGHTS
 
 
+def _without_fp8(target: Target, request: Request) -> str | None:
+    """Why ``target`` has no fp8: a GPU that is to be built for lacks it, or which GPUs these are isn't said."""
+    capabilities = request.compute_capabilities
+    if not capabilities and target.name == "tensorrt" and get_runtime(target.runtime).runnable():
+        from accel.runtimes.cuda_memory import device_capability
+
+        with contextlib.suppress(UnsupportedHere):
+            capabilities = (device_capability(),)
+    first = ".".join(map(str, FIRST_WITH["float8"]))
+    for text in capabilities:
+        check_capability(text)
+    lacking = [text for text in capabilities if tuple(int(part) for part in text.split(".")) < FIRST_WITH["float8"]]
+    if lacking:
+        return f"compute capability {lacking[0]} has no fp8; use int8 or build for {first} and later"
+    if not capabilities:
+        return f"not every GPU has fp8; say which it is for: --compute-capability {first} or later"
+    return None
+
+
 def _impossible(src: Artifact, target: Target, precision: str, request: Request) -> str | None:
+    name = f"{target.name} {precision}"
     own = src.properties.get("precision", "fp32")
-    if own in ("int8", "int4") and precision != own:
+    if own in ("int8", "int4", "fp8") and precision != own:
         return f"the source is {own} already"
     if own in ("fp16", "bf16") and precision != own:
         return f"the source is {own} already; start from its fp32 form"
-    if precision == "int8" and own != "int8" and request.data is None and target.name != "ort-cpu":
-        return "int8 needs data to calibrate on; pass --data"
+    if precision == "fp8" and (reason := _without_fp8(target, request)):
+        return reason
+    if precision in ("int8", "fp8") and own != precision and request.data is None and target.name != "ort-cpu":
+        return f"{precision} needs data to calibrate on; pass --data"
+    known = FP8_CALIBRATIONS if precision == "fp8" else FORMS[target.qdq].calibrations
+    calibration = request.quantize.get("calibration", known[0])
+    if precision in ("int8", "fp8", "mixed") and own == "fp32" and calibration not in known:
+        return f"{name} is calibrated with {' or '.join(known)}, not {calibration}; leave --quantize calibration out"
     if precision == "mixed" and request.data is None:
         return "finding the layers that need more than int8 needs data; pass --data"
     if precision == "bf16" and target.name == "openvino" and not _cpu_has_bf16():
         return "this CPU has no bf16 instructions"
     if request.kernels and target.kind == "openvino":
         return "OpenVINO doesn't take accel's fused operators; leave --kernels out"
-    if request.kernels and precision in ("int8", "int4", "mixed"):
+    if request.kernels and precision in ("int8", "fp8", "int4", "mixed"):
         return "quantized products have scales between them that --kernels doesn't fuse; leave it out"
     return None
 
@@ -178,7 +236,7 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
         return _searched(src, target, request)
     options: dict[str, Any] = {"threads": request.threads}
     name = f"{target.name} {precision}"
-    head = [*_in_range(src, target), *_simplify(src)]
+    head = [*_in_range(src, target, precision), *_simplify(src)]
     if target.kind == "onnx":
         found = [(name, [*head, *steps]) for name, steps in _onnx_variants(src, target, precision, request)]
         return [
@@ -187,7 +245,7 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
             if steps or target.runtime != "onnxruntime"  # nothing done to it: that is the source itself
         ]
     if target.kind == "openvino":
-        quantized = _quantized(src, target, precision, request) or _weights(src, target, precision)
+        quantized = _quantized(src, target, precision, request) or _weights(src, target, precision, request)
         steps = [*head, *quantized, _openvino(precision)]
         in_bf16 = options | {"precision": "bf16"}
         forms = [(name, in_bf16 if precision == "bf16" else options)]
@@ -202,26 +260,28 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
 
 def _searched(src: Artifact, target: Target, request: Request) -> list[Recipe]:
     """The calibrated int8 candidates, as the start of a search for the layers that need more."""
-    found = []
-    for recipe in _variants(src, target, "int8", request):
-        static = any(
-            name == "quantize" and getattr(config, "mode", "") == "static" for name, config, _ in recipe.stages
-        )
-        if static:
-            name = recipe.name.replace(" int8", " mixed").removesuffix(" static")
-            found.append(replace(recipe, name=name, precision="mixed", search=True))
-    return found
+    found = (_as_search(recipe) for recipe in _variants(src, target, "int8", request))
+    return [recipe for recipe in found if recipe is not None]
+
+
+def _as_search(recipe: Recipe) -> Recipe | None:
+    """``recipe`` with its layers still to be chosen; None where it calibrates nothing."""
+    if not any(name == "quantize" and getattr(config, "mode", "") == "static" for name, config, _ in recipe.stages):
+        return None
+    name = recipe.name.replace(" int8", " mixed").removesuffix(" static")
+    return replace(recipe, name=name, precision="mixed", search=True)
 
 
 Step = tuple[str, StageConfig, float]
 
 
-def _in_range(src: Artifact, target: Target) -> list[Step]:
+def _in_range(src: Artifact, target: Target, precision: str) -> list[Step]:
     """An opset or an IR version that the target doesn't take is brought into its range first."""
     from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
 
     opset = int(src.properties.get("opset") or target.min_opset)
-    wanted = min(max(opset, target.min_opset), target.max_opset)
+    least = FP8_OPSET if precision == "fp8" else BLOCK_OPSET if precision == "int4" and target.kind == "engine" else 0
+    wanted = min(max(opset, least, target.min_opset), target.max_opset)
     if wanted == opset and int(src.properties.get("ir") or 0) <= target.max_ir:
         return []
     return [("onnx_from_onnx", OnnxFromOnnxConfig(opset=wanted, max_ir=target.max_ir), STAGE_LIMITS["simplify"])]
@@ -236,59 +296,62 @@ def _simplify(src: Artifact) -> list[Step]:
 
 
 def _onnx_variants(src: Artifact, target: Target, precision: str, request: Request) -> list[tuple[str, list[Step]]]:
-    from accel.converters.quantize import QuantizeConfig
-
     name = f"{target.name} {precision}"
     if precision in ("fp16", "bf16"):
         return [(name, [*_typed(src, target, precision, request), *_fused(src, precision, request)])]
     if precision == "int4":
-        return [(name, _weights(src, target, precision))]
+        return [(name, _weights(src, target, precision, request))]
     if precision != "int8" or src.properties.get("precision") == "int8":
         return [(name, _fused(src, precision, request))]
     found: list[tuple[str, list[Step]]] = []
     if request.data is not None:
         found.append((f"{name} static", _quantized(src, target, precision, request)))
     if target.name == "ort-cpu":
-        dynamic = QuantizeConfig(form=target.qdq, mode="dynamic")
+        dynamic = _with_options(QuantizeConfig(form=target.qdq, mode="dynamic"), request)
         found.append((f"{name} dynamic", [("quantize", dynamic, STAGE_LIMITS["int8"])]))
         if _large_products(src):
-            found.append((f"{name} weights", _weights(src, target, precision)))
+            found.append((f"{name} weights", _weights(src, target, precision, request)))
     return found
 
 
-def _weights(src: Artifact, target: Target, precision: str) -> list[Step]:
-    """Only the weights of large products in 8 or 4 bits; nothing where the source has such weights already."""
-    from accel.converters.quantize import QuantizeConfig
+def _with_options(config: QuantizeConfig, request: Request) -> QuantizeConfig:
+    return replace(config, **options_of_mode(config, request.quantize))
 
+
+def _weights(src: Artifact, target: Target, precision: str, request: Request) -> list[Step]:
+    """Only the weights of large products in 8 or 4 bits; nothing where the source has such weights already."""
     if precision not in ("int8", "int4") or src.properties.get("precision") in ("int8", "int4"):
         return []
     config = QuantizeConfig(form=target.qdq, mode=f"{precision}-weights")
+    if target.kind == "engine":
+        config = replace(config, block_size=_ENGINE_BLOCK)
+    config = _with_options(config, request)
     return [("quantize", config, STAGE_LIMITS[precision])]
 
 
 def _quantized(src: Artifact, target: Target, precision: str, request: Request) -> list[Step]:
-    from accel.converters.quantize import QuantizeConfig
-
-    if precision != "int8" or src.properties.get("precision") == "int8":
+    if precision not in ("int8", "fp8") or src.properties.get("precision") == precision:
         return []
-    config = QuantizeConfig(form=target.qdq, data=request.data, samples=request.samples)
-    return [("quantize", config, STAGE_LIMITS["int8"])]
+    mode = "fp8" if precision == "fp8" else "static"
+    config = QuantizeConfig(form=target.qdq, mode=mode, data=request.data, samples=request.samples)
+    return [("quantize", _with_options(config, request), STAGE_LIMITS[precision])]
 
 
 def _typed(src: Artifact, target: Target, precision: str, request: Request) -> list[Step]:
-    """For strongly typed runtimes, where the precision is what the file says: int8 sits on an fp16 base."""
+    """For strongly typed runtimes, where the precision is what the file says: 8 bits sit on an fp16 base."""
     from accel.converters.cast import CastConfig
     from accel.converters.fit_tensorrt import FitTensorRtConfig
 
-    steps = _quantized(src, target, precision, request)
+    weights = _weights(src, target, precision, request) if precision == "int4" else []
+    steps = weights or _quantized(src, target, precision, request)
     if src.properties.get("precision") == "int8":  # by another toolkit: only what TensorRT takes of it stays as it is
         steps = [("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp16-in-int8"])]
-    base = {"fp16": "fp16", "bf16": "bf16", "int8": "fp16"}.get(precision)
-    if base is None or src.properties.get("precision") in ("fp16", "bf16", "int8"):
+    base = None if precision == "fp32" else "bf16" if precision == "bf16" else "fp16"
+    if base is None or src.properties.get("precision", "fp32") != "fp32":
         return steps
     # What fp16 rounds may fall into the next int8 step: beside QDQ a cast changes more than alone.
     limit = STAGE_LIMITS["fp16-in-int8" if steps else base]
-    return [*steps, ("cast", CastConfig(precision=base, data=request.data), limit)]
+    return [*steps, ("cast", CastConfig(precision=base, data=request.data, **request.cast), limit)]
 
 
 def _fused(src: Artifact, precision: str, request: Request) -> list[Step]:

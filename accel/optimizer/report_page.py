@@ -237,15 +237,21 @@ def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping
 
 def _searched(name: str, found: Trajectory) -> list[dict[str, Any]]:
     seen = "confirmed" if found.confirmed else "not confirmed"
-    text = f"{len(found.kept)} of {len(found.layers)} layers stay {found.base}, {seen} on samples not searched on."
-    precision = dict.fromkeys(found.kept, found.base)
-    layers = [[x.node, x.op, _plain(x.error), precision.get(x.node, "int8")] for x in found.layers[:_MOST_ROWS]]
+    text = f"{len(found.kept)} of {len(found.layers)} layers stay {found.base}, {seen} on samples not searched on"
+    text += f": {found.not_confirmed}." if found.not_confirmed else "."
+    if found.in_fp32:
+        text += f" Of these {len(found.in_fp32)} need fp32."
+    total = sum(x.work for x in found.layers) or 1.0
+    layers = [
+        [x.node, x.op, _plain(x.error), found.precision_of(x.node), f"{x.work / total:.1%}"]
+        for x in found.layers[:_MOST_ROWS]
+    ]
     tries = [[str(len(x.kept)), _plain(x.drop), "yes" if x.within else "no", x.judged_on] for x in found.tries]
     return [
         {
             "title": f"Sensitivity ({name})",
             "text": text,
-            "columns": ["layer", "operator", "error in int8 alone", "computed in"],
+            "columns": ["layer", "operator", "error in int8 alone", "computed in", "share of the work"],
             "rows": layers,
         },
         {

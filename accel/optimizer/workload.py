@@ -11,8 +11,8 @@ from accel.bench.blocks import Candidate
 from accel.errors import BadData, BadInputSpec, UsageError
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, Signature
-from accel.verify.data import Dataset
 from accel.verify.gates import cast_feeds
+from accel.verify.stream import SampleStream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 
 # More lengths than this are stood for by as many quantiles of theirs: each is one more shape that a runtime prepares.
 _MOST_LENGTHS = 8
+_READ_AT_ONCE = 64
 # Requests in one timed pass, for each core: enough that streams which end unevenly hardly count.
 _REQUESTS_A_CORE = 4
 
@@ -105,7 +106,7 @@ class PassSession:
 
 def workload(
     signature: Signature,
-    dataset: Dataset | None,
+    data: SampleStream | None,
     *,
     objective: str,
     sizes: Mapping[str, int],
@@ -123,11 +124,11 @@ def workload(
     wanted = dict(signature.known(sizes))
     if batch is not None:
         wanted |= _batch(signature, batch, wanted)
-    dim, found = read_lengths(lengths, signature, dataset) if lengths is not None else ("", [])
+    dim, found = read_lengths(lengths, signature, data) if lengths is not None else ("", [])
     if dim in wanted:
         raise UsageError(f"the size of {dim!r} is given twice; leave it out of --sizes")
-    mix = tuple(_feeds(signature, dataset, {**wanted, dim: size}) for size in _few(found)) if found else ()
-    mix = mix or (_feeds(signature, dataset, wanted),)
+    mix = tuple(_feeds(signature, data, {**wanted, dim: size}) for size in _few(found)) if found else ()
+    mix = mix or (_feeds(signature, data, wanted),)
     for feeds in mix if batch is not None or lengths is not None else ():
         _within(signature, signature.check_feeds(feeds))
     repeats = -(-_REQUESTS_A_CORE * cores // len(mix)) if objective == "throughput" else 1
@@ -145,7 +146,7 @@ def _known(objective: str) -> Objective:
     return "throughput" if objective == "throughput" else "latency"
 
 
-def read_lengths(given: str | Sequence[int], signature: Signature, dataset: Dataset | None) -> tuple[str, list[int]]:
+def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
     """The dim, and the lengths that occur, each as often as it does.
 
     ``given``: lengths, or as text ``8,16,128``, a file of whole numbers, or ``data`` for those of the samples (where
@@ -163,7 +164,7 @@ def read_lengths(given: str | Sequence[int], signature: Signature, dataset: Data
         has = f"the dims {', '.join(others)}" if others else "no dim but the batch"
         raise BadInputSpec(f"the model has {has}; say whose lengths they are: --lengths NAME=8,16,128")
     if text == "data":
-        return dim, _lengths_of(dim, signature, dataset)
+        return dim, _lengths_of(dim, signature, data)
     compact = text.replace(" ", "")
     if compact and not set(compact) - set("0123456789,"):
         numbers = [part for part in compact.split(",") if part]
@@ -183,13 +184,13 @@ def read_lengths(given: str | Sequence[int], signature: Signature, dataset: Data
     return dim, found
 
 
-def _lengths_of(dim: str, signature: Signature, dataset: Dataset | None) -> list[int]:
-    if dataset is None:
+def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> list[int]:
+    if data is None:
         raise UsageError("--lengths data takes the lengths of the samples; pass --data")
     spec, axis = next((s, s.shape.index(dim)) for s in signature.inputs if dim in s.shape)
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape[1:] == (dim,)]
     found: list[int] = []
-    for part in dataset.parts:
+    for part in data.batches(_READ_AT_ONCE):
         if masks:
             found += [max(1, int(n)) for n in (part[masks[0]] != 0).sum(axis=1)]
         else:
@@ -229,9 +230,11 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
             )
 
 
-def _feeds(signature: Signature, dataset: Dataset | None, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+def _feeds(signature: Signature, data: SampleStream | None, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
     """A sample of the data, cut or repeated to ``sizes``, or random inputs of that shape."""
-    if dataset is None:
+    if data is None:
         return signature.example_inputs(**sizes)
-    first = next(iter(dataset.batches(1)))
-    return dataset.shaped({**signature.check_feeds(first), **sizes}) if sizes else first
+    first = next(data.batches(1, signature.fixed_batch or 1), None)
+    if first is None:
+        raise BadData(f"{data.path} has too few samples for the model's fixed batch; add some")
+    return data.shaped({**signature.check_feeds(first), **sizes}) if sizes else first

@@ -69,8 +69,8 @@ def opset_of(model: onnx.ModelProto) -> int:
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     """What the file itself declares: its signature (dims unnamed in the file get ``<tensor>_<axis>``), opset, IR and
-    precision (``int4`` or ``int8`` where it holds such weights, QDQ or integer products, else what its floats are), and
-    which float dtypes occur in it."""
+    precision (``int4``, ``fp8`` or ``int8`` where it holds such weights, QDQ or integer products, else that of its
+    floats), and which float dtypes occur in it."""
     return describe_model(read_proto(path))
 
 
@@ -138,6 +138,8 @@ def _precision(model: onnx.ModelProto) -> str:
     )
     if four or any(t.data_type in (TensorProto.INT4, TensorProto.UINT4) for t in model.graph.initializer):
         return "int4"
+    if any(t.data_type in (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2) for t in model.graph.initializer):
+        return "fp8"
     if ops & _QUANTIZED_OPS:
         return "int8"
     sizes: dict[str, int] = {}

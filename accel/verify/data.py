@@ -149,6 +149,11 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
         return shape
 
 
+def single_array(file: Path) -> BadData:
+    """What is to be said of a .npy file."""
+    return BadData(f"{file} is a single array; save it by name, one array per input: numpy.savez({file.stem}, x=...)")
+
+
 @contextmanager
 def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
     """The arrays of a file; ``BadData`` where it is no .npz, or reading from it inside the block fails."""
@@ -161,9 +166,7 @@ def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
         with file.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise BadData(
-                    f"{file} is a single array; save it by name, one array per input: numpy.savez({file.stem}, x=...)"
-                )
+                raise single_array(file)
             with archive:
                 yield archive
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:

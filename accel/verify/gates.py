@@ -16,7 +16,7 @@ from accel.runtimes.base import BaseSession, Session, default_runtime, open_sess
 from accel.signature import Signature
 from accel.stage import GateResult, path_sha256
 from accel.verify.compare import Difference, compare
-from accel.verify.data import Dataset
+from accel.verify.stream import SampleStream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +77,7 @@ class OutputGate:
         return results
 
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        dataset = Dataset.load(self.data, src.signature) if self.data else None
+        dataset = SampleStream(self.data, src.signature) if self.data else None
 
         common = what_both_take(src.signature, out.signature)
 
@@ -140,8 +140,12 @@ def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, n
 
 def gate_runtime(artifact: Artifact) -> str | None:
     """What an artifact is run with when it is judged. A 16-bit ONNX model is rounded after every node: ONNX Runtime on
-    a CPU computes it in float32, and would hide what overflows. None where this machine can't run it."""
-    if artifact.kind == "onnx" and {"float16", "bfloat16"} & set(artifact.properties.get("floats", ())):
+    a CPU computes it in float32, and would hide what overflows; of fp8 it knows the rounding, and its optimizations
+    nothing. None where this machine can't run it."""
+    if artifact.kind == "onnx" and (
+        {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
+        or artifact.properties.get("precision") == "fp8"
+    ):
         return "onnx-rounded"
     runtime = default_runtime(artifact)
     return runtime.name if runtime.runnable() else None

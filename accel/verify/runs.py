@@ -12,8 +12,9 @@ from accel.errors import BadData, BadInputSpec, RunFailed
 from accel.progress import report
 from accel.runtimes.base import BaseSession, open_session
 from accel.stage import path_sha256
-from accel.verify.data import Dataset, data_files
+from accel.verify.data import data_files
 from accel.verify.gates import case_name, cast_feeds, gate_runtime
+from accel.verify.stream import SampleStream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,12 +48,11 @@ def check_samples(src: Artifact, data: Path, limit: int | None = None, cache: St
     key = text_sha256(f"{src.digest}\n{path_sha256(data)}\n{limit}")
     if cache is not None and cache.get_record("samples", key) is not None:
         return
-    dataset = Dataset.load(data, src.signature)
-    left = len(dataset) if limit is None else limit
+    left = len(SampleStream(data, src.signature)) if limit is None else limit
     with open_session(src, gate_runtime(src)) as session:
-        for file, part in zip(data_files(data), dataset.parts, strict=True):
+        for file in data_files(data):
             done = 0
-            for feeds in Dataset(file, src.signature, (part,)).batches(_AT_ONCE, left):
+            for feeds in SampleStream(file, src.signature).batches(_AT_ONCE, left):
                 report("running the source on the data")
                 try:
                     session.run(cast_feeds(session, feeds))

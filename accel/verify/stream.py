@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 from accel.errors import BadData, one_line
 from accel.signature import Signature
-from accel.verify.data import data_files, fitting
+from accel.verify.data import data_files, fitting, single_array
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# Deflate makes no more bytes of one.
+_MOST_DEFLATED = 1032
+
+# How a .npy file begins.
+_NPY = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,30 @@ class SampleStream:
                         yield opened.read(take, start)
                     number += 1
 
+    def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
+        """As ``Dataset.shaped``; of a file that holds more than ``start`` samples and one feed no more are read."""
+        import numpy as np
+
+        files = data_files(self.path)
+        file = files[start % len(files)]
+        wanted = {spec.name: spec.resolve(sizes) for spec in self.signature.inputs}
+        most = max((shape[0] for shape in wanted.values() if shape), default=1)
+        with closing(_Opened(file, self.signature)) as opened:
+            count = len(opened)
+            place = start % count
+            around = place + most > count
+            first, number = (0, count) if around else (place, most)
+            opened.pass_over(first)
+            part = opened.read(number, first)
+        feeds = {}
+        for name, shape in wanted.items():
+            value = part[name]
+            for axis, size in enumerate(shape):
+                begin = place - first if axis == 0 else 0
+                value = np.take(value, np.arange(begin, begin + size) % value.shape[axis], axis=axis)
+            feeds[name] = np.ascontiguousarray(value)
+        return feeds
+
     def batch_count(self, size: int, limit: int | None = None) -> int:
         return len(self._plan(size, limit))
 
@@ -54,6 +86,8 @@ class SampleStream:
         left = len(self) if limit is None else limit
         found = []
         for file in data_files(self.path):
+            if left <= 0:
+                break
             count = self._count(file)
             for start in range(0, count, step):
                 take = min(step, left, count - start)
@@ -89,6 +123,9 @@ class _Opened:
     def _check_counts(self) -> None:
         first = self._signature.inputs[0].name
         for name, member in self._members.items():
+            if not member.shape:
+                spec = self._signature.input(name)
+                raise BadData(f"{self._file}: {name!r} has shape [], the model takes {spec}; save it like that")
             if len(member) != len(self):
                 raise BadData(f"{self._file}: {name!r} has {len(member)} samples, {first!r} has {len(self)}")
         if not len(self):
@@ -104,7 +141,9 @@ class _Opened:
                     f"{self._file} has no array {spec.name!r} (it has {has}); name the arrays like the model's inputs"
                 )
             stream = self._stack.enter_context(archive.open(f"{spec.name}.npy"))
-            self._members[spec.name] = _Member(stream)
+            says = archive.getinfo(f"{spec.name}.npy").file_size
+            most = _MOST_DEFLATED * self._file.stat().st_size
+            self._members[spec.name] = _Member(stream, min(says, most))
 
     def __len__(self) -> int:
         return len(self._members[self._signature.inputs[0].name])
@@ -125,36 +164,38 @@ class _Opened:
 
 
 class _Member:
-    """One array of an .npz file, from its first sample on."""
+    """One array of an .npz file, from its first sample on. ``size``: how many bytes it can have."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], size: int) -> None:
         from numpy.lib import format as npy
 
         self._stream = stream
         version = npy.read_magic(stream)
         read_header: Any = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        self._shape, fortran, self._dtype = read_header(stream)
+        self.shape, fortran, self._dtype = read_header(stream)
         if self._dtype.hasobject:
             raise ValueError("it holds pickled objects")
-        self._whole: np.ndarray | None = None
-        if fortran and len(self._shape) > 1:
-            flat = self._take(math.prod(self._shape))
-            self._whole = flat.reshape(self._shape, order="F")
+        if math.prod(self.shape) * self._dtype.itemsize > size:
+            raise EOFError("it ends before its last sample")
         self._at = 0
+        self._whole: np.ndarray | None = None
+        if fortran and len(self.shape) > 1:
+            flat = self._take(math.prod(self.shape))
+            self._whole = flat.reshape(self.shape, order="F")
 
     def __len__(self) -> int:
-        return int(self._shape[0]) if self._shape else 0
+        return int(self.shape[0]) if self.shape else 0
 
     def read(self, count: int) -> np.ndarray:
         self._at += count
         if self._whole is not None:
             return self._whole[self._at - count : self._at]
-        return self._take(count * math.prod(self._shape[1:])).reshape(count, *self._shape[1:])
+        return self._take(count * math.prod(self.shape[1:])).reshape(count, *self.shape[1:])
 
     def pass_over(self, count: int) -> None:
         self._at += count
         if self._whole is None:
-            self._stream.seek(count * math.prod(self._shape[1:]) * self._dtype.itemsize, 1)
+            self._stream.seek(count * math.prod(self.shape[1:]) * self._dtype.itemsize, 1)
 
     def _take(self, values: int) -> np.ndarray:
         import numpy as np
@@ -162,9 +203,14 @@ class _Member:
         body = self._stream.read(values * self._dtype.itemsize)
         if len(body) < values * self._dtype.itemsize:
             raise EOFError("it ends before its last sample")
+        if self._at == len(self):
+            self._stream.read(1)  # the end: now its sum is compared
         return np.frombuffer(body, self._dtype)
 
 
 def _unreadable(file: Path, error: Exception) -> BadData:
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        if stream.read(len(_NPY)) == _NPY:
+            return single_array(file)
     reason = one_line(error, 120)
     return BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez")

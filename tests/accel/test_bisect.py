@@ -15,6 +15,8 @@ from onnx_builder import FLOAT, artifact, node, save_data
 
 from accel.api.bisect import bisect
 from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.converters.quantize import QuantizeConfig
 from accel.converters.simplify import SimplifyConfig
 from accel.errors import UnsupportedHere, UsageError
@@ -249,6 +251,25 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
     assert ran.code == 2
     assert "does not exist" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: Path) -> None:
+    """Fails if what was made of an ONNX file can't be looked into though the file is there, if another file is taken
+    for it, or if nobody is told which one it was."""
+    pytest.importorskip("openvino")
+    graph = tmp_path / "graph.onnx"
+    cache = StageCache(tmp_path / "cache")
+    made = run_stage("simplify", encoder, SimplifyConfig(), out=graph, cache=cache)
+    ir = run_stage("openvino_from_onnx", made, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml", cache=cache)
+    found = bisect(encoder, ir)
+    assert found.divergence is None
+    assert str(graph) in found.notes[0]
+    shown = cli("bisect", encoder.path, ir.path)
+    assert shown.code == 0
+    assert "graph.onnx, which it was made from" in " ".join(shown.stdout.split())
+    graph.write_bytes(encoder.path.read_bytes())
+    ran = cli("bisect", encoder.path, ir.path)
+    assert ran.code == 2, ran.stdout
 
 
 def test_nodes_of_the_older_exporter() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from accel.api.optimize import optimize
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.converters.quantize import QuantizeConfig
-from accel.converters.quantize_sensitivity import sensitivities
-from accel.optimizer.judge import Judge
+from accel.converters.quantize_sensitivity import Sensitivity, sensitivities
+from accel.optimizer.assignment import assigned, cost, upgrades
+from accel.optimizer.budget import OutOfTime
+from accel.optimizer.judge import Judge, Judgement
 from accel.optimizer.mixed_precision import _halves, assign
-from accel.optimizer.recipes import Request, recipes
+from accel.optimizer.recipes import Request, recipes, searched
 from accel.sources.onnx_file import open_onnx
 from accel.target import Target
 
@@ -28,16 +32,18 @@ LAYERS = 6
 PLANTED = {"layer_1", "layer_4"}
 WIDTH = 64
 
+_RNG = np.random.default_rng(0)
+_WEIGHTS = [(_RNG.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ in range(LAYERS)]
+
 
 def planted(path: Path) -> Artifact:
     """The sum of six layers. In front of two of them one channel is three thousand times as large as the others, and
     its weights that much smaller: nothing to float32, and in eight bits nothing is left of the other channels."""
-    rng = np.random.default_rng(0)
     nodes, constants, terms = [], {}, []
     for index in range(LAYERS):
         name = f"layer_{index}"
         scale = np.ones(WIDTH, np.float32)
-        weights = (rng.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32)
+        weights = _WEIGHTS[index].copy()
         if name in PLANTED:
             scale[3] = 3000
             weights[3] /= 3000
@@ -180,12 +186,15 @@ def test_halves_keep_what_belongs_to_a_sample(src: Artifact, tmp_path: Path) -> 
 
     path = samples(tmp_path / "d.npz", 10, label=np.arange(10), names=np.array(3))
     with ExitStack() as stack:
-        search, held_out = _halves(Judge(src, path, metric), stack)
+        search, held_out, reason = _halves(Judge(src, path, metric), stack)
         assert held_out is not None
+        assert not reason
         assert (search[1].reference_metric(), held_out[1].reference_metric()) == (10.0, 35.0)
         pairs = samples(tmp_path / "p.npz", 10, pair=np.zeros((4, 2), int))
         whole = Judge(src, pairs, metric)
-        assert _halves(whole, stack) == (("all", whole), None)
+        search, held_out, reason = _halves(whole, stack)
+        assert (search, held_out) == (("all", whole), None)
+        assert "keep labels in the data" in reason
 
 
 def test_it_needs_data(src: Artifact) -> None:
@@ -193,3 +202,155 @@ def test_it_needs_data(src: Artifact) -> None:
     made, (left_out,) = candidates(src, None)
     assert not made
     assert "pass --data" in left_out.reason
+
+
+def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Artifact:
+    """A model from x to y."""
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in "xy"]
+    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", [ends[0]], [ends[1]], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, str(path))
+    return open_onnx(path, probe=False)
+
+
+class FloatNeeded(Judge):
+    """Says what is right by the dtypes of the layers' weights, 0 for int8."""
+
+    def __init__(self, src: Artifact, right: Any) -> None:
+        super().__init__(src, None, None)
+        self.right = right
+
+    def judge(self, candidate: Artifact, options: Any) -> Judgement:
+        graph = onnx.load(str(candidate.path)).graph
+        kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+        weights = {node.name: kinds.get(node.input[1], 0) for node in graph.node if node.op_type == "MatMul"}
+        drop = 0.0 if self.right(weights) else 1.0
+        return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=drop, judged_on="dtypes")
+
+
+def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
+    """Fails if layers are left float whatever they cost: it is enough that one of two stays float, and the one that
+    loses more in int8 does eight times the work."""
+    needs_vnni()
+    rng = np.random.default_rng(3)
+    constants: dict[str, np.ndarray] = {}
+    nodes = [helper.make_node("Concat", ["x"] * 8, ["x8"], axis=1)]
+    for name, made_of, channels, size in (("large", "x8", 8 * WIDTH, 1.4), ("small", "x", WIDTH, 1.0)):
+        scale = np.ones(channels, np.float32)
+        weights = (size * rng.standard_normal((channels, WIDTH)) / np.sqrt(channels)).astype(np.float32)
+        scale[3] = 3000
+        weights[3] /= 3000
+        constants |= {f"s_{name}": scale, f"w_{name}": weights}
+        nodes.append(helper.make_node("Mul", [made_of, f"s_{name}"], [f"m_{name}"]))
+        nodes.append(helper.make_node("MatMul", [f"m_{name}", f"w_{name}"], [f"l_{name}"], name=name))
+    nodes.append(helper.make_node("Sum", ["l_large", "l_small"], ["y"], name="sum"))
+    src = saved(tmp_path / "m.onnx", nodes, constants)
+    ((recipe,), _) = candidates(src, samples(tmp_path / "d.npz"))
+    judge = FloatNeeded(src, lambda weights: TensorProto.FLOAT in weights.values())
+    _, found = assign(recipe, src, judge, 0.01, StageCache(tmp_path / "cache"))
+    first, second = found.layers
+    assert (first.node, second.node) == ("large", "small")
+    assert first.work == pytest.approx(8 * second.work)
+    assert found.kept == ("small",)
+    assert found.tries[-1].within
+
+
+def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
+    """Fails if every layer that isn't int8 has the one base, if what fp16 loses isn't measured, or if the cast isn't
+    told: the weights of two constant channels differ by less than fp16 can say, and that difference is what counts."""
+    needs_vnni()
+    rng = np.random.default_rng(4)
+    constants: dict[str, np.ndarray] = {}
+    nodes, terms = [], []
+    for index in range(4):
+        weights = (rng.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32)
+        scale, shift = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+        if index == 2:
+            scale[3:5], shift[3:5] = 0, 128
+            weights[3] = rng.uniform(2, 4, WIDTH)
+            weights[4] = rng.uniform(-1, 1, WIDTH) / 4096 - weights[3]
+        constants |= {f"s{index}": scale, f"b{index}": shift, f"w{index}": weights}
+        nodes.append(helper.make_node("Mul", ["x", f"s{index}"], [f"m{index}"]))
+        nodes.append(helper.make_node("Add", [f"m{index}", f"b{index}"], [f"a{index}"]))
+        nodes.append(helper.make_node("MatMul", [f"a{index}", f"w{index}"], [f"l{index}"], name=f"layer_{index}"))
+        terms.append(f"l{index}")
+    nodes.append(helper.make_node("Sum", terms, ["y"], name="sum"))
+    src = saved(tmp_path / "m.onnx", nodes, constants)
+    data = samples(tmp_path / "d.npz")
+    target = Target.get("tensorrt-rtx")
+    ((recipe,), _) = recipes(src, Request(targets=(target,), precisions=("mixed",), data=data, samples=32, threads=1))
+    judge = FloatNeeded(src, lambda weights: weights["layer_2"] == TensorProto.FLOAT)
+    made, found = assign(recipe, src, judge, 0.01, StageCache(tmp_path / "cache"))
+    assert found.base == "fp16"
+    errors = {row.node: row.error_in_base for row in found.layers}
+    assert errors.pop("layer_2") > 10 * max(errors.values()) > 0
+    assert found.in_fp32 == ("layer_2",)
+    assert found.precision_of("layer_2") == "fp32"
+    assert any(one.kept and not one.in_fp32 and not one.within for one in found.tries)  # fp16 was not enough
+    casts = [config for name, config, _ in made.stages if name == "cast"]
+    assert [config.keep_fp32 for config in casts] == [("layer_2",)]
+
+
+def test_the_order_of_the_steps() -> None:
+    """Fails if a step isn't weighed by its cost, a layer gets to float32 before its base, an infinite error is no
+    number, or a layer goes by a base that doesn't help."""
+    layers = [
+        Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
+        Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
+        Sensitivity("cheap", "MatMul", 0.3, 0.001, 1.0),
+        Sensitivity("hopeless", "MatMul", 0.2, 0.2, 1.0),
+    ]
+    steps = [(one.node, one.precision) for one in upgrades(layers, "fp16", beyond=True)]
+    assert steps[:4] == [("infinite", "fp16"), ("cheap", "fp16"), ("hopeless", "fp32"), ("dear", "fp16")]
+    assert set(steps[4:]) == {("infinite", "fp32"), ("cheap", "fp32"), ("dear", "fp32")}
+    assert {precision for _, precision in ((s.node, s.precision) for s in upgrades(layers, "bf16", beyond=False))} == {
+        "bf16"
+    }
+    first = upgrades(layers, "fp32", beyond=True)
+    assert [one.node for one in first] == ["infinite", "cheap", "hopeless", "dear"]
+    assert assigned(first[:2], layers) == (("infinite", "fp32"), ("cheap", "fp32"))
+    assert cost(layers[2], "fp32") > cost(layers[2], "fp16") > cost(layers[2], "int8") == 0
+
+
+def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
+    """Fails if a search that has begun takes as long as it likes, or hands out what it hasn't confirmed."""
+    ((recipe,), _) = candidates(src, data)
+    with pytest.raises(OutOfTime):
+        assign(recipe, src, Judge(src, data, None), 0.005, StageCache(), lambda: True)
+
+
+def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
+    """Fails if a model that int8 breaks is left in float32 though most of its layers could be int8, or if nobody hears
+    that a metric can't be halved."""
+    words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
+    result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
+    rows = {row.name: row for row in result.candidates}
+    assert rows["ort-cpu int8 static"].status == "rejected"
+    found = rows["ort-cpu mixed"]
+    assert set(found.trajectory.kept) == PLANTED
+    assert found.judgement.drop <= 0.005
+    assert found.measured is not None
+    assert any("not confirmed on a held-out half: which of the metric" in note for note in result.notes)
+
+
+def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> None:
+    """Fails if a search is made that was asked for anyway, of a candidate that calibrates nothing, or in kernels."""
+    target = Target.get("ort-cpu")
+    request = Request(targets=(target,), precisions=None, data=data, samples=32, threads=1)
+    made, _ = recipes(src, request)
+    found = {recipe.name: searched(src, recipe, request) for recipe in made}
+    assert {name: one and one.name for name, one in found.items()} == {
+        "ort-cpu fp32": None,
+        "ort-cpu int8 static": "ort-cpu mixed",
+        "ort-cpu int8 dynamic": None,
+    }
+    asked = replace(request, precisions=("int8", "mixed"))
+    assert not any(searched(src, recipe, asked) for recipe in made)
+
+
+def likeness(outputs: Any, data: Any) -> float:
+    """Without labels: which sample an output belongs to is in nothing but its place."""
+    reference = sum(np.tanh(data["x"] @ _WEIGHTS[index]) for index in range(LAYERS))
+    found = outputs["y"]
+    return float(np.sum(found * reference) / np.linalg.norm(found) / np.linalg.norm(reference))

@@ -198,7 +198,10 @@ def test_the_frontier() -> None:
 def test_what_stays_float_and_why() -> None:
     """Fails if a searched candidate has no table or two, a layer has another's precision, or the nodes that a cast kept
     in float32 aren't listed."""
-    layers = [Sensitivity(node="a", op="MatMul", error=0.5), Sensitivity(node="b", op="Gemm", error=1e-5)]
+    layers = [
+        Sensitivity(node="a", op="MatMul", error=0.5, work=3e6),
+        Sensitivity(node="b", op="Gemm", error=1e-5, work=1e6),
+    ]
     tries = [Try(kept=(), drop=math.inf, within=False, judged_on="search")]
     found = Trajectory(base="bf16", layers=layers, tries=tries, kept=("a",), confirmed=False)
     rows = [
@@ -212,7 +215,7 @@ def test_what_stays_float_and_why() -> None:
     ]
     first, tried, kept = sensitivity(rows, history)
     assert first["title"] == "Sensitivity (mixed)"
-    assert first["rows"] == [["a", "MatMul", "0.5", "bf16"], ["b", "Gemm", "1e-05", "int8"]]
+    assert first["rows"] == [["a", "MatMul", "0.5", "bf16", "75.0%"], ["b", "Gemm", "1e-05", "int8", "25.0%"]]
     assert first["text"].startswith("1 of 2 layers stay bf16, not confirmed")
     assert tried["rows"] == [["0", "inf", "no", "search"]]
     assert kept["title"] == "Kept in float32 (cast)"

@@ -27,7 +27,7 @@ from accel.optimizer.workload import PassCandidate, PassSession, Workload, _few,
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources import open_source
-from accel.verify.data import Dataset
+from accel.verify.stream import SampleStream
 
 TEXT = Signature(
     (TensorSpec("ids", "int64", ("batch", "length"), (0, 99)), TensorSpec("mask", "int64", ("batch", "length"))),
@@ -323,7 +323,7 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
     assert read_lengths(f"length={tmp_path / 'lengths.txt'}", TEXT, None) == ("length", [8, 16, 16])
     mask = (np.arange(32) < np.array([[5], [32], [9]])).astype(np.int64)
     np.savez(tmp_path / "d.npz", ids=np.zeros((3, 32), np.int64), mask=mask)
-    assert read_lengths("data", TEXT, Dataset.load(tmp_path / "d.npz", TEXT)) == ("length", [5, 32, 9])
+    assert read_lengths("data", TEXT, SampleStream(tmp_path / "d.npz", TEXT)) == ("length", [5, 32, 9])
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for text, error, words in (
         ("8,x", BadData, "is no file"),

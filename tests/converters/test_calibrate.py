@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,11 @@ def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
         for skip in (0, 1, len(wanted) - 1):
             for a, b in zip(wanted[skip:], stream.batches(size, limit, skip), strict=True):
                 assert np.array_equal(a["x"], b["x"])
+    for start in range(12):
+        for sizes in ({"batch": 1}, {"batch": 3}, {"batch": 11}):
+            full = {**dict.fromkeys(src.signature.dims, 7), **sizes}
+            wanted_one, found_one = dataset.shaped(full, start), stream.shaped(full, start)
+            assert np.array_equal(wanted_one["x"], found_one["x"])
 
 
 def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
@@ -164,9 +171,10 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
     assert [len(feeds["x"]) for feeds in SampleStream(tmp_path / "d.npz", signature).batches(4)] == [2, 2]
 
 
-@pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan"])
+@pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan", "flipped", "too many", "number"])
 def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
-    """Fails if a bad file ends in a traceback of numpy or zipfile, or a pickle is opened."""
+    """Fails if a bad file ends in a traceback of numpy or zipfile, a pickle is opened, a sum isn't compared, or a
+    header is believed that says more than there can be."""
     src = conv_net(tmp_path / "m.onnx")
     path = tmp_path / "d.npz"
     images = np.zeros((4, 3, 9, 9), np.float32)
@@ -174,6 +182,15 @@ def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
         np.savez(path, x=np.array([{}], object))  # type: ignore[arg-type]
     elif what == "missing":
         np.savez(path, image=images)
+    elif what == "number":
+        np.savez(path, x=np.float32(1))
+    elif what == "too many":
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(
+            header, {"descr": "<f4", "fortran_order": False, "shape": (10**12, 3, 9, 9)}
+        )
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", header.getvalue() + images.tobytes())
     else:
         images[2] = np.nan if what == "nan" else 0
         np.savez(path, x=images)
@@ -181,6 +198,10 @@ def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
         path.write_text("no archive")
     elif what == "truncated":
         path.write_bytes(path.read_bytes()[:500])
+    elif what == "flipped":
+        content = bytearray(path.read_bytes())
+        content[600] ^= 1  # a number of the first sample: still a number
+        path.write_bytes(content)
     with pytest.raises(BadData, match="sample 2" if what == "nan" else "d.npz"):
         list(SampleStream(path, src.signature).batches(1))
 

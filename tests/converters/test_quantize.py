@@ -19,6 +19,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import Child
 from accel.converters.cast import CastConfig, cast
+from accel.converters.histogram import Histogram, value_range
 from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
 from accel.errors import BadData, ChildCrashed, UnknownName, UnsupportedHere
 from accel.runtimes.base import open_session
@@ -305,6 +306,24 @@ def test_calibration_methods(tmp_path: Path, method: str) -> None:
     plain = quantize(src, QuantizeConfig(data=tmp_path / "d.npz"), tmp_path / "p.onnx")
     assert constants(made)["x_scale"] < 0.2 * constants(plain)["x_scale"]
     assert error(src, made) < error(src, plain)
+
+
+def test_the_least_squared_error(tmp_path: Path) -> None:
+    """Fails if the range that mse finds doesn't get into the file: it cuts off a little of what is spread widely."""
+    src = conv_net(tmp_path / "m.onnx")
+    feeds = src.signature.example_inputs(seed=9, batch=64)
+    feeds["x"] = np.random.default_rng(3).standard_t(3, feeds["x"].shape).astype(np.float32)
+    np.savez(tmp_path / "d.npz", **feeds)  # type: ignore[arg-type]
+    histogram = Histogram()
+    histogram.add(feeds["x"])
+    low, high = value_range(histogram, "mse")
+    scales = {}
+    for method in ("mse", "minmax"):
+        config = QuantizeConfig(data=tmp_path / "d.npz", calibration=method)
+        made = quantize(src, config, tmp_path / f"{method}.onnx")
+        scales[method] = float(constants(made)["x_scale"])
+    assert scales["mse"] == pytest.approx((high - low) / 255, rel=1e-3)
+    assert scales["mse"] < 0.97 * scales["minmax"]
 
 
 def test_without_data_it_says_so(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
         with pytest.raises(QuantizeFailed, match="nothing in the model"):
             quantize(src, QuantizeConfig(form=form, mode="int8-weights", smallest=1 << 20), tmp_path / "n.onnx")
     with pytest.raises(UnknownName, match="mode"):
+        quantize(src, QuantizeConfig(form="tensorrt", mode="dynamic"), tmp_path / "n.onnx")
+    with pytest.raises(UnsupportedHere, match="int4-weights needs opset >= 21"):
         quantize(src, QuantizeConfig(form="tensorrt", mode="int4-weights"), tmp_path / "n.onnx")
     with pytest.raises(UnsupportedHere, match="quantized already"):
         quantize(
