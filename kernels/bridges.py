@@ -104,7 +104,7 @@ def build_for_tensorrt(
 def cuda_includes() -> list[Path]:
     """The folders with CUDA's headers that are here: those of nvcc, which may be a script that calls another one, and
     those that Triton brings along."""
-    found = []
+    found: list[Path] = []
     if nvcc := find_nvcc():
         words = [nvcc, "--dryrun", "-x", "cu", os.devnull, "-c", "-o", os.devnull]
         said = subprocess.run(words, capture_output=True, text=True, check=False)

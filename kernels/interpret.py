@@ -174,6 +174,7 @@ def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -
 
 def cases(kernels: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    arguments: tuple[Any, ...]
     for config in CONFIGS:
         for dtype in config.dtypes:
             if config.op == "gemm":
