@@ -32,21 +32,33 @@ GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
 
 
+BERT = ((768, 768), (3072, 768), (768, 3072))  # N, K of BERT-base's layers
+LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # and of a 7B decoder's
+
+
 def problems() -> Iterator[tuple[GemmSpec, bool]]:
     """(problem, whether torch.compile is measured too), the most important first."""
-    cubes = [(size, size, size) for size in (4096, 8192)]
-    decode = [(m, n, k) for m in (1, 16, 8) for n, k in ((4096, 4096), (11008, 4096), (4096, 11008))]
-    layers = [(m, n, k) for m in (512, 128, 64) for n, k in ((768, 768), (3072, 768), (768, 3072), (4096, 4096))]
     for dtype in ("bf16", "fp16", "int8", "fp8_e4m3"):
-        for m, n, k in cubes:
-            yield spec_of(m, n, k, dtype, "gelu_tanh"), dtype == "bf16" and m == 4096
-    for m, n, k in decode:
-        yield spec_of(m, n, k, "bf16", "silu"), (m, n) == (16, 4096) and k == 4096
-    for m, n, k in layers:
-        yield spec_of(m, n, k, "bf16", "gelu_erf"), (m, n) == (512, 3072)
+        for size in (4096, 8192):
+            yield spec_of(size, size, size, dtype, "gelu_tanh"), dtype == "bf16"
+    for m in (1, 16, 8):
+        for n, k in LLAMA:
+            yield spec_of(m, n, k, "bf16", "silu"), k == 4096 and m != 8
+    for m in (512, 128, 64):
+        for n, k in (*BERT, *LLAMA):
+            yield spec_of(m, n, k, "bf16", "gelu_erf"), (n, k) in ((3072, 768), (11008, 4096)) and m != 128
+    for m in (1, 16, 8):
+        for n, k in BERT:
+            yield spec_of(m, n, k, "bf16", "gelu_erf"), (m, n) == (16, 3072)
     for dtype in ("int8", "fp8_e4m3"):
-        for m, n, k in ((512, 4096, 4096), (128, 4096, 4096), (16, 4096, 4096)):
-            yield spec_of(m, n, k, dtype, "none"), False
+        for m in (512, 128, 64, 16, 1):
+            yield spec_of(m, 4096, 4096, dtype, "none"), False
+        for m in (512, 16):
+            for n, k in ((11008, 4096), (3072, 768)):
+                yield spec_of(m, n, k, dtype, "none"), False
+    for m in (512, 64, 16, 1):
+        for n, k in ((4096, 4096), (3072, 768)):
+            yield spec_of(m, n, k, "fp16", "gelu_erf"), False
 
 
 def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
@@ -116,7 +128,7 @@ def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
     """One row: microseconds of each way, and what was chosen with its error over the bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
-    tuned = tune.tune_gemm(spec, table)
+    tuned = tune.tune(spec, table)
     choice = dispatch.choose_for(spec, *sets[0])
     row: dict[str, Any] = {
         "shape": [spec.m, spec.n, spec.k],
@@ -157,7 +169,8 @@ def warm(part: int, of: int) -> None:
     names = dispatch.native_names(capability)
     for spec, _ in list(problems())[part::of]:
         a, b, given = tune.operands_for(spec, torch.device("cuda"))
-        for config in dispatch.candidates(spec, capability, tma_layout=dispatch.is_tma_layout(a, b), native=names):
+        layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
+        for config in dispatch.candidates(spec, capability, **layout, native=names):
             with contextlib.suppress(AccelError, RuntimeError):  # the tuner will say so
                 dispatch.run_config(spec, a, b, given, config)
     torch.cuda.synchronize()

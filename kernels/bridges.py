@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 import shutil
+import subprocess
 from hashlib import sha256
 from pathlib import Path
 
 from accel.errors import UnsupportedHere
-from accel.kernels.build import Built, Job, Progress, compile_library, digest_of
+from accel.kernels.build import Built, Job, Progress, compile_library, digest_of, find_library, find_nvcc
 
 PLUGINS = Path(__file__).parent / "plugins"
 ONNXRUNTIME_LIBRARY = "libaccel_onnxruntime.so"
 ONNXRUNTIME_HEADER = "onnxruntime_cxx_api.h"
+TENSORRT_LIBRARY = "libaccel_tensorrt.so"
+TENSORRT_HEADER = "NvInferRuntime.h"
+CUDA_HEADER = "cuda_runtime_api.h"
 
 
 def build_for_onnxruntime(
@@ -49,3 +56,59 @@ def build_for_onnxruntime(
         cache=cache,
         progress=progress,
     )
+
+
+def build_for_tensorrt(
+    include: Path,
+    *,
+    kernels: Path | None = None,
+    cache: Path | None = None,
+    progress: Progress = lambda _message, _fraction: None,
+) -> Built:
+    """``accel::FusedGemm_gemm_nt_*`` as plugins for ``IPluginRegistry.load_library`` of TensorRT 10 and later.
+
+    ``include``: the folder of ``NvInferRuntime.h`` (TensorRT's archives and -dev packages have it, its wheels don't).
+    ``kernels``: the compiled library that they call (default: the one of ``accel kernels build``); they look for it
+    where it is now. Raises ``UnsupportedHere`` without one of these or without g++, ``BuildFailed`` with the compiler's
+    first error.
+    """
+    header = include / TENSORRT_HEADER
+    if not header.is_file() or b"IPluginV3OneRuntime" not in header.read_bytes():
+        raise UnsupportedHere(
+            f"{include} holds no {TENSORRT_HEADER} with IPluginV3; pass the include folder of TensorRT 10 or later"
+        )
+    kernels = kernels or find_library()
+    if kernels is None:
+        raise UnsupportedHere("the plugins call a kernel library and none is built; add --arch sm_90a or --arch native")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise UnsupportedHere("g++ is not installed here; install it to build the plugins for TensorRT")
+    folders = [include.absolute(), *cuda_includes()]
+    if not any((folder / CUDA_HEADER).is_file() for folder in folders):
+        raise UnsupportedHere(f"no {CUDA_HEADER} here, which TensorRT's headers need; install the CUDA toolkit")
+    source = PLUGINS / "tensorrt.cpp"
+    flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
+    return compile_library(
+        [Job(name=source.stem, command=(compiler, *flags, str(source)))],
+        # Some compilers leave out a library that stands in front of what needs it.
+        [compiler, "-shared", "-Wl,--no-as-needed", str(kernels.absolute())],
+        ("host",),
+        file=TENSORRT_LIBRARY,
+        also=digest_of(PLUGINS)
+        + "".join(sorted(sha256(f.read_bytes()).hexdigest() for f in include.glob("NvInfer*.h"))),
+        cache=cache,
+        progress=progress,
+    )
+
+
+def cuda_includes() -> list[Path]:
+    """The folders with CUDA's headers that are here: those of nvcc, which may be a script that calls another one, and
+    those that Triton brings along."""
+    found: list[Path] = []
+    if nvcc := find_nvcc():
+        words = [nvcc, "--dryrun", "-x", "cu", os.devnull, "-c", "-o", os.devnull]
+        said = subprocess.run(words, capture_output=True, text=True, check=False)
+        found += [Path(top) / "include" for top in re.findall(r"^#\$ TOP=(.+)$", said.stderr, re.MULTILINE)]
+    if (triton := importlib.util.find_spec("triton")) is not None and triton.origin is not None:
+        found.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
+    return [folder.absolute() for folder in found if (folder / CUDA_HEADER).is_file()]

@@ -155,6 +155,13 @@ def units_in(library: Path, capability: tuple[int, int] | None = None) -> frozen
     return frozenset(name for name in body["files"] if name in built and _has_code(built[name], capability))
 
 
+def has_code(library: Path, capability: tuple[int, int] | None = None) -> bool:
+    """Whether a library has code for a GPU of this compute capability, as the record beside it says; without a record
+    it is taken to have."""
+    body = _record(library.with_name(RECORD))
+    return "archs" not in body or capability is None or _has_code(body["archs"], capability)
+
+
 def _has_code(archs: Sequence[str], capability: tuple[int, int] | None) -> bool:
     real = [arch for arch in archs if arch in ARCHS]  # not "host"
     return any(capability is None or has_code_for(arch, capability) for arch in real)

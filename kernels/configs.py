@@ -92,24 +92,36 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
                     yield config, dtype, arch
 
 
-# The kernels written by hand in csrc: name, what they take, what they do. They are called through the C interface
-# (accel.kernels.native) alone: dispatch takes Triton's split-K, quantization and implicit GEMM for the same problems.
-HAND_WRITTEN = (
-    ("gemv", "gemm", ("fp32", "fp16", "bf16"), [16, 1, 0]),
-    ("quantize_rowwise", "quantize_rowwise", ("int8", "fp8_e4m3"), [1, 0, 0]),
-    ("im2col", "conv2d", ("fp32", "fp16", "bf16", "int8", "fp8_e4m3"), [0, 0, 0]),
-)
+@dataclass(frozen=True, kw_only=True)
+class HandWritten:
+    """A kernel of ``csrc`` without tensor cores, in every compiled library: name, what it takes, what it does.
+
+    ``tile``: M, N and K as in ``rows``; 16 rows are as many as gemv takes.
+    """
+
+    name: str
+    op: str
+    dtypes: tuple[str, ...]
+    tile: tuple[int, int, int]
+
+
+HAND_WRITTEN: dict[str, HandWritten] = {
+    kernel.name: kernel
+    for kernel in (
+        HandWritten(name="gemv", op="gemm", dtypes=("fp32", "fp16", "bf16"), tile=(16, 1, 0)),
+        HandWritten(name="quantize_rowwise", op="quantize_rowwise", dtypes=("int8", "fp8_e4m3"), tile=(1, 0, 0)),
+        HandWritten(name="im2col", op="conv2d", dtypes=("fp32", "fp16", "bf16", "int8", "fp8_e4m3"), tile=(0, 0, 0)),
+    )
+}
 
 
 def rows() -> list[dict[str, Any]]:
     """What ``accel kernels list`` shows: one row a configuration, with its dtypes and architectures. ``tile``: M and N
-    in elements, K in bytes (0: not tiled). ``dispatched``: whether the operators of PyTorch can take it; the others are
-    called through the C interface alone."""
+    in elements, K in bytes (0: not tiled)."""
     found = []
     for config in CONFIGS:
         row = asdict(config)
         row["implementation"] = "triton"
-        row["dispatched"] = True
         row["tile"] = [config.block_m, config.block_n, config.block_k_bytes]
         row["archs"] = [f"sm_{arch}" for arch in config.archs]
         row["dtypes"] = list(config.dtypes)
@@ -121,15 +133,14 @@ def rows() -> list[dict[str, Any]]:
                 "name": native.name,
                 "op": "gemm",
                 "implementation": "cutlass",
-                "dispatched": True,
                 "dtypes": [unit.dtype],
                 "out_dtype": unit.out_dtype,
                 "tile": [native.block_m, native.block_n, native.block_k_bytes],
                 "archs": list(unit.family.archs),
             }
         )
-    for name, op, dtypes, tile in HAND_WRITTEN:
+    for kernel in HAND_WRITTEN.values():
         archs = [f"sm_{arch}" for arch in ARCHS]
-        kind = {"implementation": "cuda", "dispatched": False, "dtypes": list(dtypes), "tile": tile, "archs": archs}
-        found.append({"name": name, "op": op, **kind})
+        kind = {"implementation": "cuda", "dtypes": list(kernel.dtypes)}
+        found.append({"name": kernel.name, "op": kernel.op, **kind, "tile": list(kernel.tile), "archs": archs})
     return found

@@ -14,7 +14,7 @@ from accel.kernels.configs import SHARED_LIMIT, Config, get, product
 from accel.kernels.reference import QMAX
 from accel.kernels.sass import find_cuobjdump
 from accel.kernels.spec import EpilogueSpec
-from accel.kernels.triton_launch import GROUP, flags, tile
+from accel.kernels.triton_launch import GROUP, PARTS_TILE, flags, tile
 
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
@@ -33,6 +33,7 @@ class Compiled:
     registers: int
     spilled: int
     instruction: str
+    kernel: str = ""
 
     @property
     def problem(self) -> str:
@@ -41,14 +42,17 @@ class Compiled:
             return f"{self.shared} bytes of shared memory, sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
         if self.spilled:
             return f"{self.spilled} bytes spilled"
-        wanted = product(get(self.config), self.dtype, self.arch)
+        wanted = product(get(self.config), self.dtype, self.arch) if self.kernel != "sum_parts" else ""
         if self.instruction != wanted:
             return f"{self.instruction or 'no tensor-core instruction'} where {wanted or 'none'} was to be"
         return ""
 
 
-def compile_config(config: Config, dtype: str, arch: int) -> Compiled:
-    """``config`` for ``dtype`` compiled for sm_``arch``, full epilogue, fp16 output, 16-byte aligned operands.
+def compile_config(
+    config: Config, dtype: str, arch: int, *, epilogue: EpilogueSpec = FULL, sums: bool = False
+) -> Compiled:
+    """``config`` for ``dtype`` compiled for sm_``arch``, 16-byte aligned operands; ``epilogue``: by default all there
+    is, and fp16 output. ``sums``: of a configuration that splits K, the kernel that adds the parts up.
 
     Raises ``MissingExtra`` without Triton, ``UnsupportedHere`` where the configuration isn't shipped for that arch.
     """
@@ -62,16 +66,19 @@ def compile_config(config: Config, dtype: str, arch: int) -> Compiled:
 
     from accel.kernels import triton_kernels
 
-    function = getattr(triton_kernels, config.kernel)
-    constants = _constants(config, dtype)
+    kernel = "sum_parts" if sums else config.kernel
+    function = getattr(triton_kernels, kernel)
+    constants = _sum_constants(config, epilogue) if sums else _constants(config, dtype, epilogue)
     signature, attributes = {}, {}
     for at, name in enumerate(function.arg_names):
-        kind = "constexpr" if name in constants else _kind(config, name, dtype)
+        kind = "constexpr" if name in constants else _kind(config, kernel, name, dtype, epilogue)
         signature[name] = kind
         if kind != "constexpr" and name != "PROGRAMS":
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if not sums:  # those of its launch are the compiler's own
+        options |= {"num_warps": config.warps, "num_stages": config.stages}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(made.asm["cubin"])
     return Compiled(
@@ -82,27 +89,32 @@ def compile_config(config: Config, dtype: str, arch: int) -> Compiled:
         registers=registers,
         spilled=spilled,
         instruction=_instruction(made.asm["ptx"]),
+        kernel=kernel,
     )
 
 
-def _constants(config: Config, dtype: str) -> dict[str, Any]:
+def _sum_constants(config: Config, epilogue: EpilogueSpec) -> dict[str, Any]:
+    return {**flags(epilogue), **PARTS_TILE, "SPLIT": config.split_k}
+
+
+def _constants(config: Config, dtype: str, epilogue: EpilogueSpec) -> dict[str, Any]:
     integer = dtype == "int8"
     if config.kernel == "quantize_rowwise":
         return {"QMAX": QMAX[dtype], "INTEGER": integer, "BK": config.block_k(dtype), "stride_k": 1}
-    found = {**flags(FULL), **tile(config, dtype), "GROUP": GROUP, "INTEGER": integer, "UPCAST": False}
+    found = {**flags(epilogue), **tile(config, dtype), "GROUP": GROUP, "INTEGER": integer, "UPCAST": False}
     if config.kernel == "gemm":
         found |= {"SPLIT": config.split_k, "stride_ak": 1, "stride_bk": 1}
     return found | (CONV if config.kernel == "conv2d" else {})
 
 
-def _kind(config: Config, name: str, dtype: str) -> str:
+def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: EpilogueSpec) -> str:
     if name in ("a", "b", "weight", "q") or (name == "x" and config.kernel == "conv2d"):
         return POINTERS[dtype]
     if name in ("bias", "row_scale", "col_scale", "scales"):
         return "*fp32"
-    if name == "out" and config.split_k > 1:
+    if name == "parts" or (name == "out" and config.split_k > 1 and kernel != "sum_parts"):
         return "*i32" if dtype == "int8" else "*fp32"
-    return "*fp16" if name in ("x", "out", "residual") else "i32"
+    return POINTERS[epilogue.out_dtype] if name in ("x", "out", "residual") else "i32"
 
 
 def _instruction(ptx: str) -> str:

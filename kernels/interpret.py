@@ -1,4 +1,5 @@
-"""Every Triton kernel on small ragged problems, on the CPU, in Triton's interpreter.
+"""Every Triton kernel on small ragged problems, on the CPU, in Triton's interpreter: in small tiles, of which a small
+problem takes many, and each configuration once in the tile it is shipped with, on a problem just over one tile.
 
 ``TRITON_INTERPRET=1 python -m accel.kernels.interpret [source file] [case]`` prints one JSON object: case -> largest
 error over the proven bound (1 is the limit). ``run`` does that in a process of its own.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -63,7 +65,16 @@ def random(g: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=g).to(TORCH_DTYPES[dtype])
 
 
-def gemm(kernels: Any, name: str, dtype: str, sizes: tuple[int, int, int], act: str, out: str, full: bool) -> float:
+def gemm(
+    kernels: Any,
+    name: str,
+    dtype: str,
+    sizes: tuple[int, int, int],
+    act: str,
+    out: str,
+    full: bool,
+    small: bool = True,
+) -> float:
     g = torch.Generator().manual_seed(sum(sizes))
     names = ("bias", "residual", "row_scale", "col_scale")
     epilogue = EpilogueSpec(act=act, out_dtype=out, **dict.fromkeys(names, full))
@@ -80,9 +91,9 @@ def gemm(kernels: Any, name: str, dtype: str, sizes: tuple[int, int, int], act: 
         "col_scale": scale * (torch.rand(n, generator=g) + 0.5),
     }
     operands = {operand: made[operand] for operand in epilogue.operands}
-    # A smaller tile than shipped: the same code, more tiles, and seconds instead of minutes.
     config = get(name)
-    config = replace(config, block_m=min(config.block_m, 32), block_n=32, block_k_bytes=16 * BYTES[dtype])
+    if small:  # the same code, more tiles
+        config = replace(config, block_m=min(config.block_m, 32), block_n=32, block_k_bytes=16 * BYTES[dtype])
     got = run_gemm(spec, a, b, operands, config, kernels, interpreted=True)
     exact = reference.gemm_torch(spec, a, b, operands)
     # The interpreter truncates to bfloat16 where a GPU rounds: up to a whole unit off instead of half.
@@ -91,18 +102,23 @@ def gemm(kernels: Any, name: str, dtype: str, sizes: tuple[int, int, int], act: 
     )
 
 
-def conv(kernels: Any, name: str, dtype: str, act: str, geometry: dict[str, Any]) -> float:
+def conv(kernels: Any, name: str, dtype: str, act: str, geometry: dict[str, Any], small: bool = True) -> float:
     g = torch.Generator().manual_seed(3)
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
-    sizes: dict[str, Any] = {"images": 2, "height": 7, "width": 6, "c_in": 19, "c_out": 35}
+    config = get(name)
+    images, c_in, c_out = 2, 19, 35
+    if small:
+        config = replace(config, block_m=32, block_n=32, block_k_bytes=16 * BYTES[dtype])
+    else:  # an image has 24 output pixels
+        images, c_in, c_out = config.block_m // 24 + 1, config.block_k(dtype) + 3, config.block_n + 3
+    sizes: dict[str, Any] = {"images": images, "height": 7, "width": 6, "c_in": c_in, "c_out": c_out}
     spec = ConvSpec(**sizes, **geometry, in_dtype=dtype, epilogue=epilogue)
-    x, w = random(g, dtype, 2, 7, 6, 19), random(g, dtype, 35, *spec.kernel, 19)
+    x, w = random(g, dtype, images, 7, 6, c_in), random(g, dtype, c_out, *spec.kernel, c_in)
     operands = {
-        "bias": torch.randn(35, generator=g),
-        "residual": torch.randn(2, spec.out_height, spec.out_width, 35, generator=g),
-        "col_scale": torch.rand(35, generator=g) * 0.01,
+        "bias": torch.randn(c_out, generator=g),
+        "residual": torch.randn(images, spec.out_height, spec.out_width, c_out, generator=g),
+        "col_scale": torch.rand(c_out, generator=g) * 0.01,
     }
-    config = replace(get(name), block_m=32, block_n=32, block_k_bytes=16 * BYTES[dtype])
     got = run_conv2d(spec, x, w, operands, config, kernels, interpreted=True)
     exact = reference.conv2d_torch(spec, x, w, operands)
     return reference.error_over_bound(got, exact, torch.full_like(exact, 1e-4 * float(exact.abs().max())))
@@ -123,20 +139,30 @@ def quantize(kernels: Any, source: str, dtype: str) -> float:
     return 0.0 if same and torch.equal(scale.nan_to_num(-1), right_scale.nan_to_num(-1)) else float("inf")
 
 
-def plugin(dtype: str, bias: bool, residual: bool, transposed: bool) -> float:
+def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -> float:
     """The kernels as TensorRT calls them: inputs, then M, N and K, then the output."""
     from accel.kernels import triton_plugin
 
     g = torch.Generator().manual_seed(5)
     m, n, k = 37, 45, 53
-    epilogue = EpilogueSpec(act="silu", out_dtype=dtype, bias=bias, residual=residual)
-    spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue)
-    a, b = random(g, dtype, m, k), random(g, dtype, *((n, k) if transposed else (k, n)))
-    made = {"bias": random(g, dtype, n), "residual": random(g, dtype, m, n)}
-    operands = {name: made[name] for name in epilogue.operands}
+    epilogue = EpilogueSpec(act="silu", out_dtype=dtype, **dict.fromkeys(given, True))
+    spec = GemmSpec(m=m, n=n, k=k, in_dtype=operand, epilogue=epilogue)
+    a, b = random(g, operand, m, k), random(g, operand, *((n, k) if transposed else (k, n)))
+    scale = 0.01 if operand == "int8" else 1.0
+    made = {
+        "bias": torch.randn(n, generator=g),
+        "row_scale": scale * (torch.rand(m, generator=g) + 0.5),
+        "col_scale": scale * (torch.rand(n, generator=g) + 0.5),
+        "residual": random(g, dtype, m, n),
+    }
+    operands = {name: made[name] for name in made if name in given}
+    if operand == dtype and "row_scale" not in given and "col_scale" not in given and "bias" in given:
+        operands["bias"] = operands["bias"].to(TORCH_DTYPES[dtype])
     out = torch.empty(m, n, dtype=TORCH_DTYPES[dtype])
-    constants = {"ACT": "silu", "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "TRANSPOSED": transposed}
-    constants |= {"BM": 32, "BN": 32, "BK": 16, "GROUP": 2, "UPCAST": dtype == "bf16"}
+    constants = {"ACT": "silu", "TRANSPOSED": transposed, "INTEGER": operand == "int8"}
+    flags = {"HAS_BIAS": "bias", "HAS_ROW": "row_scale", "HAS_COL": "col_scale", "HAS_RESIDUAL": "residual"}
+    constants |= {flag: name in given for flag, name in flags.items()}
+    constants |= {"BM": 32, "BN": 32, "BK": 16, "GROUP": 2, "UPCAST": operand in ("bf16", "fp8_e4m3")}
     kernel = getattr(triton_plugin, f"gemm_plugin_{len(operands)}")
     kernel[(4,)](a, b, *operands.values(), m, n, k, out, **constants)
     dense = b.t() if transposed else b
@@ -148,6 +174,7 @@ def plugin(dtype: str, bias: bool, residual: bool, transposed: bool) -> float:
 
 def cases(kernels: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    arguments: tuple[Any, ...]
     for config in CONFIGS:
         for dtype in config.dtypes:
             if config.op == "gemm":
@@ -156,14 +183,24 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
+                # K is rows of 16 bytes more than one step, which TMA takes too.
+                over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
+                arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
+                found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)
             elif config.op == "conv2d":
                 tap = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 1), "dilation": (1, 2)}
-                found[f"{config.name} {dtype}"] = (conv, (kernels, config.name, dtype, ACT[dtype], tap))
+                arguments = (kernels, config.name, dtype, ACT[dtype], tap)
+                found[f"{config.name} {dtype}"] = (conv, arguments)
+                found[f"{config.name} {dtype} shipped tile"] = (conv, (*arguments, False))
     for act in ACTS:
         found[f"acts {act}"] = (gemm, (kernels, "gemm_128x128", "fp16", (20, 33, 17), act, "fp32", True))
-    for bias, residual in ((False, False), (True, False), (False, True), (True, True)):
-        words = " ".join(["bias"] * bias + ["residual"] * residual)
-        found[f"plugin {words}"] = (plugin, ("bf16" if residual else "fp16", bias, residual, bias == residual))
+    names = ("bias", "row_scale", "col_scale", "residual")
+    for count in range(5):
+        for at, given in enumerate(itertools.combinations(names, count)):
+            dtype = "bf16" if "residual" in given else "fp16"
+            scaled = "row_scale" in given or "col_scale" in given
+            operand = ("int8", "fp8_e4m3", dtype)[at % 3] if scaled else dtype
+            found[f"plugin {operand} {' '.join(given)}"] = (plugin, (dtype, operand, given, at % 2 == 0))
     for source in ("fp16", "bf16", "fp32"):
         for dtype in ("int8", "fp8_e4m3"):
             found[f"quantize {source} {dtype}"] = (quantize, (kernels, source, dtype))

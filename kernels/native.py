@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from accel.errors import BadFeeds, BuildFailed, UnsupportedHere
 
-ABI = 2
+ABI = 3
 DTYPES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "fp8_e4m3": 4}
 ACTS = {"none": 0, "relu": 1, "gelu_tanh": 2, "gelu_erf": 3, "silu": 4}
 BAD_CALLS = (1, 2, 3, 4, 7, 8, 10)
@@ -23,6 +23,7 @@ _SIGNATURES = {
     "accel_gemm": [_INT, _POINTER],
     "accel_gemm_config_name": [_INT],
     "accel_im2col": [_POINTER, _POINTER, _INT, _SIZE, _SIZE, _SIZE, _SIZE, ctypes.POINTER(ctypes.c_int32), _POINTER],
+    "accel_widen": [_POINTER, _INT, _POINTER, _SIZE, _POINTER],
 }
 
 
@@ -106,6 +107,10 @@ class Library:
         """``a`` (m, k) times ``b`` (n, k) transposed with the epilogue, m <= 16; all operands are addresses."""
         operands = (a, b, out, bias, residual, row_scale, col_scale)
         self.check(self._library.accel_gemv(*operands, DTYPES[dtype], ACTS[act], m, n, k, stream))
+
+    def widen(self, source: int, dtype: str, to: int, count: int, stream: int = 0) -> None:
+        """``count`` numbers of ``source`` in ``dtype`` to fp32 at ``to``; both are addresses."""
+        self.check(self._library.accel_widen(source, DTYPES[dtype], to, count, stream))
 
     def gemm_workspace(self, config: str, problem: Problem) -> int:
         """The bytes of device memory that ``config`` wants for this problem on the current device."""

@@ -7,11 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from accel.errors import AccelError, BadConfig, BadFeeds
-from accel.kernels.build import CHOSEN, find_library, units_in
+from accel.errors import AccelError, BadConfig, BadFeeds, UnsupportedHere
+from accel.kernels.build import CHOSEN, find_library, has_code, units_in
+from accel.kernels.configs import HAND_WRITTEN
 from accel.kernels.native import ACTS, DTYPES, Library, Problem
+from accel.kernels.problem import NAMES
 from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import GemmSpec
+from accel.kernels.spec import ConvSpec, GemmSpec
 from accel.kernels.units import NATIVE, NativeConfig
 
 
@@ -33,16 +35,25 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
         return None  # damaged: Triton and the reference are there
 
 
-def gemm_names(capability: tuple[int, int] | None = None) -> frozenset[str]:
-    """The tensor-core GEMMs that can be called on a GPU of this compute capability (None: that are there)."""
+def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
+    """The kernels that can be called on a GPU of this compute capability (None: that are there): the tensor-core GEMMs
+    and, in every library, those of ``HAND_WRITTEN``."""
     library = installed(capability)
     if library is None:
         return frozenset()
     units = units_in(library.path, capability)
     # Without the record of its build a library is taken for one with all the architectures of its families.
-    return frozenset(
-        name for name in library.gemms if units is None or (name in NATIVE and NATIVE[name].unit.name in units)
-    )
+    gemms = (name for name in library.gemms if units is None or (name in NATIVE and NATIVE[name].unit.name in units))
+    return frozenset(gemms) | (frozenset(HAND_WRITTEN) if has_code(library.path, capability) else frozenset())
+
+
+def _library_for(device: torch.device) -> tuple[Library, int]:
+    """The library for tensors on ``device`` and the stream that its kernels go into."""
+    on_gpu = device.type == "cuda"
+    library = installed(torch.cuda.get_device_capability(device) if on_gpu else None)
+    if library is None:
+        raise UnsupportedHere("no kernel library of these sources here; run accel kernels build --arch native")
+    return library, int(torch.cuda.current_stream(device).cuda_stream) if on_gpu else 0
 
 
 def run_gemm(
@@ -58,8 +69,7 @@ def run_gemm(
         raise BadFeeds(
             f"{config.name} takes a residual in {e.out_dtype}, this is {residual.dtype}; take another kernel"
         )
-    library = installed(torch.cuda.get_device_capability(a.device))
-    assert library is not None
+    library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
     given = {name: _operand(name, tensor) for name, tensor in operands.items()}
     addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
@@ -74,7 +84,7 @@ def run_gemm(
         dtype=DTYPES[spec.in_dtype],
         out_dtype=DTYPES[e.out_dtype],
         act=ACTS[e.act],
-        stream=torch.cuda.current_stream(a.device).cuda_stream,
+        stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
     # Held until the call is in the stream; torch's allocator gives the memory to others only behind it.
@@ -82,6 +92,66 @@ def run_gemm(
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)
     return out
+
+
+def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
+    """``spec`` by the hand-written kernel for at most 16 rows: ``a`` (M, K) and ``b`` (N, K) transposed, both dense, at
+    any address; the residual in the output's dtype, which is that of ``a``."""
+    library, stream = _library_for(a.device)
+    out = torch.empty(spec.m, spec.n, dtype=a.dtype, device=a.device)
+    given = {name: _operand(name, tensor) for name, tensor in operands.items()}
+    library.gemv(
+        a.data_ptr(),
+        b.data_ptr(),
+        out.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in given.items()},
+        dtype=spec.in_dtype,
+        act=spec.epilogue.act,
+        m=spec.m,
+        n=spec.n,
+        k=spec.k,
+        stream=stream,
+    )
+    return out
+
+
+def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row-wise quantization by the hand-written kernel: values in ``dtype`` and fp32 scales."""
+    library, stream = _library_for(x.device)
+    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+        x = x.contiguous()
+    rows, columns = x.shape
+    # torch gives a matrix of one row whatever stride it was cut out with.
+    row_stride = columns if rows == 1 else x.stride(0)
+    q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    library.quantize_rowwise(
+        x.data_ptr(),
+        NAMES[x.dtype],
+        q.data_ptr(),
+        dtype,
+        scales.data_ptr(),
+        rows,
+        columns,
+        row_stride,
+        stream,
+    )
+    return q, scales
+
+
+def im2col(spec: ConvSpec, x: torch.Tensor) -> torch.Tensor:
+    """The patches of ``x`` (NHWC, dense) as the rows of a matrix: what ``spec.gemm`` multiplies."""
+    library, stream = _library_for(x.device)
+    columns = torch.empty(spec.gemm.m, spec.gemm.k, dtype=x.dtype, device=x.device)
+    library.im2col(
+        x.data_ptr(),
+        columns.data_ptr(),
+        x.element_size(),
+        (spec.images, spec.height, spec.width, spec.c_in),
+        (*spec.kernel, *spec.stride, *spec.padding, *spec.dilation),
+        stream,
+    )
+    return columns
 
 
 def _operand(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import BuildFailed, MissingExtra, UnsupportedHere
-from accel.kernels.configs import get
-from accel.kernels.onnx_function import DOMAIN, DTYPES, FusedGemm
+from accel.kernels.configs import FIRST_FP8, get
+from accel.kernels.cross import POINTERS
+from accel.kernels.onnx_function import DOMAIN, OPERANDS, FusedGemm
 from accel.kernels.triton_launch import GROUP, tile
 
+TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of outputs, as attributes of tensorrt
 # Plain PTX of this architecture runs on every later one; that with wgmma or tensor memory runs on its own alone.
 PORTABLE_ARCH = 80
 
@@ -41,11 +43,15 @@ class PluginKernel:
 def compile_kernel(function: FusedGemm, arch: int = PORTABLE_ARCH) -> PluginKernel:
     """The kernel of ``function`` as PTX for sm_``arch`` and later.
 
-    Raises ``UnsupportedHere`` for a function with scales or products of other operands, which has no plugin, and
-    ``MissingExtra`` without Triton.
+    Raises ``UnsupportedHere`` where the architecture has no products of the operands, and ``MissingExtra`` without
+    Triton.
     """
-    if function.wide:
-        raise UnsupportedHere(f"{function.name} has no plugin; TensorRT inlines its body, leave it unregistered")
+    dtypes = [OPERANDS[dtype] for dtype in function.dtypes]
+    if dtypes[0] == "fp8_e4m3" and arch < FIRST_FP8:
+        raise UnsupportedHere(
+            f"{function.name} has no plugin for sm_{arch}; pass arch=89 or a later one, or leave it unregistered: "
+            "TensorRT inlines its body"
+        )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
     import triton
@@ -54,14 +60,13 @@ def compile_kernel(function: FusedGemm, arch: int = PORTABLE_ARCH) -> PluginKern
 
     from accel.kernels import triton_plugin
 
-    config, dtype = get("gemm_64x64"), DTYPES[function.dtype]
-    kernel = getattr(triton_plugin, f"gemm_plugin_{function.bias + function.residual}")
-    constants = {**plugin_constants(function), **tile(config, dtype), "GROUP": GROUP, "UPCAST": False}
-    signature = dict.fromkeys(constants, "constexpr")
-    pointer = f"*{dtype}"
-    signature |= {name: "i32" if name in ("M", "N", "K") else pointer for name in kernel.arg_names[: -len(constants)]}
-    signature = {name: signature[name] for name in kernel.arg_names}
-    tensors = [at for at, name in enumerate(kernel.arg_names) if signature[name] == pointer]
+    config = get("gemm_64x64")
+    kernel = getattr(triton_plugin, f"gemm_plugin_{len(dtypes) - 2}")
+    constants = {**plugin_constants(function), **tile(config, dtypes[0]), "GROUP": GROUP, "UPCAST": False}
+    kinds = [*(POINTERS[dtype] for dtype in dtypes), "i32", "i32", "i32", POINTERS[OPERANDS[function.dtype]]]
+    kinds += ["constexpr"] * len(constants)
+    signature = dict(zip(kernel.arg_names, kinds, strict=True))
+    tensors = [at for at, kind in enumerate(kinds) if kind.startswith("*")]
     attributes = {(at,): [["tt.divisibility", 16]] for at in tensors}  # TensorRT's buffers are aligned
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": config.warps, "num_stages": config.stages}
@@ -81,8 +86,11 @@ def plugin_constants(function: FusedGemm) -> dict[str, Any]:
     return {
         "ACT": function.act,
         "HAS_BIAS": function.bias,
+        "HAS_ROW": function.row_scale,
+        "HAS_COL": function.col_scale,
         "HAS_RESIDUAL": function.residual,
         "TRANSPOSED": function.product == "gemm_nt",
+        "INTEGER": OPERANDS[function.dtypes[0]] == "int8",
     }
 
 
@@ -108,15 +116,19 @@ def register(function: FusedGemm, *, arch: int = PORTABLE_ARCH) -> str:
     """
     if importlib.util.find_spec("tensorrt") is None:
         raise MissingExtra("tensorrt", "tensorrt")
+    import tensorrt
     import tensorrt.plugin as plugin
 
     kernel = compile_kernel(function, arch)
     identity = f"{DOMAIN}::{function.name}"
-    names = ["a", "b", *["bias"] * function.bias, *["residual"] * function.residual]
+    scales = [*["row_scale"] * function.row_scale, *["col_scale"] * function.col_scale]
+    names = ["a", "b", *["bias"] * function.bias, *scales, *["residual"] * function.residual]
 
     def describe(*inputs: Any) -> Any:
         out = inputs[0].like()
         out.shape_expr[-1] = _columns(function, inputs[1].shape_expr)
+        if function.wide:
+            out.dtype = getattr(tensorrt, TENSORRT_DTYPES[OPERANDS[function.dtype]])
         return out
 
     def ahead_of_time(*given: Any) -> Any:

@@ -11,6 +11,7 @@ from accel.kernels.reference import QMAX, TORCH_DTYPES
 from accel.kernels.spec import ConvSpec, EpilogueSpec, GemmSpec
 
 GROUP = 8  # rows of tiles that are walked together
+PARTS_TILE = {"BM": 16, "BN": 64}  # in which the parts of a split K are summed
 
 
 def cdiv(a: int, b: int) -> int:
@@ -77,8 +78,8 @@ def run_gemm(
     strides = (*a.stride(), *b.stride())
     kernels.gemm[(tiles, split)](a, b, target, *given, *sizes, *strides, **flags(e), SPLIT=split, **settings)
     if split > 1:
-        grid = (cdiv(spec.m, 16), cdiv(spec.n, 64))
-        kernels.sum_parts[grid](target, out, *given, spec.m, spec.n, **flags(e), BM=16, BN=64, SPLIT=split)
+        grid = (cdiv(spec.m, PARTS_TILE["BM"]), cdiv(spec.n, PARTS_TILE["BN"]))
+        kernels.sum_parts[grid](target, out, *given, spec.m, spec.n, **flags(e), **PARTS_TILE, SPLIT=split)
     return out
 
 

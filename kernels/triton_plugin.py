@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The GEMM as TensorRT calls a quick plugin's kernel: tensor inputs, then the scalars, then the output.
 
-TensorRT passes exactly the inputs that a plugin has, so there is one kernel a number of operands. All are dense; ``nt``
-(``TRANSPOSED``) is b as (N, K).
+TensorRT passes exactly the inputs that a plugin has, so there is one kernel a number of operands: those that there are
+of bias, row scale, column scale and residual, in this order. All are dense; ``nt`` (``TRANSPOSED``) is b as (N, K).
 """
 
 import triton
@@ -12,31 +12,73 @@ from accel.kernels.triton_kernels import gemm
 
 
 @triton.jit
-def gemm_plugin_0(
-    a, b, M, N, K, out,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr,
+def dense(
+    a, b, bias, row, col, residual, M, N, K, out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    gemm(a, b, out, a, a, a, a, M, N, K, K, 1, 1 if TRANSPOSED else N, K if TRANSPOSED else 1,
-         ACT, HAS_BIAS, HAS_RESIDUAL, False, False, BM, BN, BK, GROUP, 1, False, UPCAST)  # fmt: skip
+    gemm(a, b, out, bias, residual, row, col, M, N, K, K, 1, 1 if TRANSPOSED else N, K if TRANSPOSED else 1,
+         ACT, HAS_BIAS, HAS_RESIDUAL, HAS_ROW, HAS_COL, BM, BN, BK, GROUP, 1, INTEGER, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def gemm_plugin_0(
+    a, b, M, N, K, out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    dense(a, b, a, a, a, a, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
+          BM, BN, BK, GROUP, UPCAST)  # fmt: skip
 
 
 @triton.jit
 def gemm_plugin_1(
-    a, b, added, M, N, K, out,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr,
+    a, b, x, M, N, K, out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``added`` is the bias or the residual, whichever there is."""
-    gemm(a, b, out, added, added, a, a, M, N, K, K, 1, 1 if TRANSPOSED else N, K if TRANSPOSED else 1,
-         ACT, HAS_BIAS, HAS_RESIDUAL, False, False, BM, BN, BK, GROUP, 1, False, UPCAST)  # fmt: skip
+    """``x`` is the one that there is."""
+    dense(a, b, x, x, x, x, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
+          BM, BN, BK, GROUP, UPCAST)  # fmt: skip
 
 
 @triton.jit
 def gemm_plugin_2(
-    a, b, bias, residual, M, N, K, out,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr,
+    a, b, x, y, M, N, K, out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    gemm(a, b, out, bias, residual, a, a, M, N, K, K, 1, 1 if TRANSPOSED else N, K if TRANSPOSED else 1,
-         ACT, HAS_BIAS, HAS_RESIDUAL, False, False, BM, BN, BK, GROUP, 1, False, UPCAST)  # fmt: skip
+    """A row scale stands behind a bias, a column scale behind either."""
+    row = y if HAS_BIAS else x
+    col = y if HAS_BIAS or HAS_ROW else x
+    dense(a, b, x, row, col, y, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
+          BM, BN, BK, GROUP, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def gemm_plugin_3(
+    a, b, x, y, z, M, N, K, out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Only one of the four is missing: a column scale is the third where the residual is."""
+    row = y if HAS_BIAS else x
+    col = y if HAS_RESIDUAL else z
+    dense(a, b, x, row, col, z, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
+          BM, BN, BK, GROUP, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def gemm_plugin_4(
+    a, b, bias, row, col, residual, M, N, K, out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    dense(a, b, bias, row, col, residual, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED,
+          INTEGER, BM, BN, BK, GROUP, UPCAST)  # fmt: skip

@@ -1,14 +1,14 @@
 """Finding the fastest configuration of a problem: every candidate timed, the winner verified before it is remembered.
 
-``choose_fastest`` is the decision, with the timer and the candidates handed in; ``tune_gemm`` hands in the kernels and
-the GPU that is there.
+``choose_fastest`` is the decision, with the timer and the candidates handed in; ``tune`` hands in the kernels and the
+GPU that is there, for a product or a convolution.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from accel.errors import AccelError, UnknownName, UnsupportedHere
 from accel.kernels import dispatch, reference
 from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import BYTES, SCALED, EpilogueSpec, GemmSpec
+from accel.kernels.spec import SCALED, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.tuned import Entry, Key, Table, key_of
 
 Run = Callable[[], object]
@@ -25,6 +25,18 @@ Operands = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 # The products of BERT-base, and of a 7B decoder: N, K.
 LAYERS = ((768, 768), (3072, 768), (768, 3072), (4096, 4096), (11008, 4096), (4096, 11008))
 ROWS = (1, 16, 128, 1024, 4096)
+# The convolutions of ResNet-50 at a batch of 8: the first, the 3x3 of each stage and the step between two of them.
+CONVOLUTIONS = (
+    ConvSpec(images=8, height=224, width=224, c_in=3, c_out=64, kernel=(7, 7), stride=(2, 2), padding=(3, 3)),
+    *(
+        ConvSpec(images=8, height=size, width=size, c_in=c, c_out=c, kernel=(3, 3), padding=(1, 1))
+        for size, c in ((56, 64), (28, 128), (14, 256), (7, 512))
+    ),
+    *(
+        ConvSpec(images=8, height=size, width=size, c_in=c, c_out=c, kernel=(3, 3), stride=(2, 2), padding=(1, 1))
+        for size, c in ((56, 128), (28, 256), (14, 512))
+    ),
+)
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than the L2 of any GPU: each call finds its operands in memory
 BLOCK_MICROSECONDS = 10_000.0
@@ -110,6 +122,21 @@ def specs(
     ]
 
 
+def conv_specs(
+    dtypes: Sequence[str],
+    acts: Sequence[str],
+    shapes: Sequence[ConvSpec] = CONVOLUTIONS,
+    *,
+    added: Sequence[str] = ("bias",),
+) -> list[ConvSpec]:
+    """The convolutions that are tuned: the geometry of ``shapes`` with the dtypes and epilogues of ``specs``, but no
+    scale of a row, which a convolution doesn't have."""
+    epilogues = [
+        (s.in_dtype, replace(s.epilogue, row_scale=False)) for s in specs(dtypes, acts, [(1, 1, 1)], added=added)
+    ]
+    return [replace(shape, in_dtype=dtype, epilogue=epilogue) for shape in shapes for dtype, epilogue in epilogues]
+
+
 def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | None = None) -> EpilogueSpec:
     """A layer's epilogue: activation and what is added (of ``ADDED``); scales for int8 and fp8, whose output is fp16
     unless another is given."""
@@ -124,52 +151,92 @@ def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | Non
     )
 
 
-def operands_for(spec: GemmSpec, device: torch.device, seed: int = 0) -> Operands:
-    """Random operands: ``a`` (M, K), ``b`` (N, K) transposed, the epilogue's by name; sums stay within fp16."""
+def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0) -> Operands:
+    """Random operands: ``a`` (M, K), ``b`` (N, K) transposed, the epilogue's by name; sums stay within fp16. Of a
+    convolution: the image, the weights, and the epilogue's."""
     g = torch.Generator(device).manual_seed(seed)
+    product = spec.gemm if isinstance(spec, ConvSpec) else spec
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, device=device)
 
-    def matrix(rows: int) -> torch.Tensor:
+    def operand(*shape: int) -> torch.Tensor:
         if spec.in_dtype == "int8":
-            return torch.randint(-128, 128, (rows, spec.k), generator=g, device=device, dtype=torch.int8)
-        return normal(rows, spec.k).to(TORCH_DTYPES[spec.in_dtype])
+            return torch.randint(-128, 128, shape, generator=g, device=device, dtype=torch.int8)
+        return normal(*shape).to(TORCH_DTYPES[spec.in_dtype])
 
     size = 0.001 if spec.in_dtype == "int8" else 0.1
     made = {
-        "bias": normal(spec.n),
-        "residual": normal(spec.m, spec.n).to(TORCH_DTYPES[spec.epilogue.out_dtype]),
-        "row_scale": size * (0.5 + torch.rand(spec.m, generator=g, device=device)),
-        "col_scale": size * (0.5 + torch.rand(spec.n, generator=g, device=device)),
+        "bias": normal(product.n),
+        "residual": normal(*_out_shape(spec)).to(TORCH_DTYPES[spec.epilogue.out_dtype]),
+        "row_scale": size * (0.5 + torch.rand(product.m, generator=g, device=device)),
+        "col_scale": size * (0.5 + torch.rand(product.n, generator=g, device=device)),
     }
-    return matrix(spec.m), matrix(spec.n).t(), {name: made[name] for name in spec.epilogue.operands}
+    given = {name: made[name] for name in spec.epilogue.operands}
+    if isinstance(spec, ConvSpec):
+        image = operand(spec.images, spec.height, spec.width, spec.c_in)
+        return image, operand(spec.c_out, *spec.kernel, spec.c_in), given
+    return operand(spec.m, spec.k), operand(spec.n, spec.k).t(), given
 
 
-def rotated_operands(spec: GemmSpec, device: torch.device) -> list[Operands]:
+def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
+    if isinstance(spec, ConvSpec):
+        return (spec.images, spec.out_height, spec.out_width, spec.c_out)
+    return (spec.m, spec.n)
+
+
+def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
     """Several sets of operands, together larger than any cache: taken in turn, no call finds its own there."""
-    bytes_each = (spec.m + spec.n) * spec.k * BYTES[spec.in_dtype]
-    return [operands_for(spec, device, seed) for seed in range(max(2, min(64, ROTATED_BYTES // bytes_each)))]
+    first = operands_for(spec, device)
+    bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])
+    count = max(2, min(64, ROTATED_BYTES // bytes_each))
+    return [first, *(operands_for(spec, device, seed) for seed in range(1, count))]
 
 
-def largest_error(spec: GemmSpec, operands: Operands, got: torch.Tensor) -> float:
+def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tensor) -> float:
     """The largest error of ``got`` over its bound, against the float64 reference; infinite for a NaN or a wrong shape.
 
-    At most 256 rows are looked at, spread over all: a float64 product of a large problem takes a GPU seconds.
+    At most 256 rows (of a convolution: output pixels) are looked at, spread over all: a float64 product of a large
+    problem takes a GPU seconds.
     """
     a, b, given = operands
-    if got.shape != (spec.m, spec.n) or got.dtype != TORCH_DTYPES[spec.epilogue.out_dtype]:
+    if got.shape != _out_shape(spec) or got.dtype != TORCH_DTYPES[spec.epilogue.out_dtype]:
         return float("inf")
-    rows = torch.arange(spec.m, device=a.device)
-    if spec.m > 256:
-        rows = torch.linspace(0, spec.m - 1, 256, device=a.device).long()
-    part = GemmSpec(m=len(rows), n=spec.n, k=spec.k, in_dtype=spec.in_dtype, epilogue=spec.epilogue)
-    cut = {name: t[rows] if name in ("row_scale", "residual") else t for name, t in given.items()}
-    exact = reference.gemm_torch(part, a[rows], b, cut)
-    bound = reference.gemm_bound(part, a[rows], b, cut)
+    product = spec.gemm if isinstance(spec, ConvSpec) else spec
+    rows = torch.arange(product.m, device=a.device)
+    if product.m > 256:
+        rows = torch.linspace(0, product.m - 1, 256, device=a.device).long()
+    if isinstance(spec, ConvSpec):
+        a, b = patches(spec, a, rows), b.reshape(product.n, product.k).t()
+    else:
+        a = a[rows]
+    part = replace(product, m=len(rows))
+    cut = dict(given)
+    if "row_scale" in cut:
+        cut["row_scale"] = cut["row_scale"][rows]
+    if "residual" in cut:
+        cut["residual"] = cut["residual"].reshape(product.m, product.n)[rows]
+    exact = reference.gemm_torch(part, a, b, cut)
+    bound = reference.gemm_bound(part, a, b, cut)
     if spec.in_dtype == "fp8_e4m3":
-        bound = bound + fp8_sum_error(part, a[rows], b, cut)
-    return reference.error_over_bound(got[rows], exact, bound)
+        bound = bound + fp8_sum_error(part, a, b, cut)
+    return reference.error_over_bound(got.reshape(product.m, product.n)[rows], exact, bound)
+
+
+def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows ``rows`` (of the output's pixels, in order) of the matrix that a convolution multiplies, (rows, K)."""
+    column, rest = rows % spec.out_width, rows // spec.out_width
+    line, image = rest % spec.out_height, rest // spec.out_height
+
+    def taps(start: torch.Tensor, axis: int) -> torch.Tensor:
+        steps = torch.arange(spec.kernel[axis], device=x.device) * spec.dilation[axis]
+        return start[:, None] * spec.stride[axis] - spec.padding[axis] + steps
+
+    height, width = taps(line, 0)[:, :, None], taps(column, 1)[:, None, :]
+    inside = (height >= 0) & (height < spec.height) & (width >= 0) & (width < spec.width)
+    bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])  # few operators take float8
+    found = bits[image[:, None, None], height.clamp(0, spec.height - 1), width.clamp(0, spec.width - 1)]
+    return (found * inside[..., None]).to(bits.dtype).view(x.dtype).reshape(len(rows), -1)
 
 
 def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -199,7 +266,7 @@ def microseconds(run: Run) -> float:
     return statistics.median(block(calls) for _ in range(BLOCKS))
 
 
-def tune_gemm(spec: GemmSpec, table: Table, *, device: int = 0) -> Tuned:
+def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
     """``spec`` on the GPU ``device``, dense operands, every configuration that there is for it.
 
     Raises ``UnsupportedHere`` without a GPU, or where it has no configuration for the problem.
@@ -209,21 +276,28 @@ def tune_gemm(spec: GemmSpec, table: Table, *, device: int = 0) -> Tuned:
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
         sets = rotated_operands(spec, where)
-        capability = torch.cuda.get_device_capability(where)
-        usable = dispatch.candidates(
-            spec,
-            capability,
-            tma_layout=dispatch.is_tma_layout(*sets[0][:2]),
-            triton_installed=dispatch.has_triton(),
-            native=dispatch.native_names(capability),
-        )
-        if not usable:
-            raise UnsupportedHere(f"{torch.cuda.get_device_name(where)} has no kernel for {spec.in_dtype} products")
-        found = [_candidate(spec, sets, config) for config in usable]
+        found = candidates_for(spec, sets, torch.cuda.get_device_capability(where))
+        if not found:
+            what = "convolutions" if isinstance(spec, ConvSpec) else "products"
+            raise UnsupportedHere(f"{torch.cuda.get_device_name(where)} has no kernel for {spec.in_dtype} {what}")
         return choose_fastest(key_of(spec, dispatch.device_of(device)), found, timer=microseconds, table=table)
 
 
-def _candidate(spec: GemmSpec, sets: Sequence[Operands], config: dispatch.AnyConfig) -> Candidate:
+def candidates_for(spec: GemmSpec | ConvSpec, sets: Sequence[Operands], capability: tuple[int, int]) -> list[Candidate]:
+    """What can compute ``spec`` on a GPU of this compute capability, each taking the sets of operands in turn."""
+    a, b, _ = sets[0]
+    usable = dispatch.candidates(
+        spec,
+        capability,
+        tma_layout=dispatch.is_tma_layout(a, b),
+        dense=dispatch.is_dense(a, b),
+        triton_installed=dispatch.has_triton(),
+        native=dispatch.native_names(capability),
+    )
+    return [_candidate(spec, sets, config) for config in usable]
+
+
+def _candidate(spec: GemmSpec | ConvSpec, sets: Sequence[Operands], config: dispatch.AnyConfig) -> Candidate:
     turns = cycle(sets)
     return Candidate(
         name=config.name,

@@ -14,6 +14,7 @@ from accel.errors import GateFailed, UnknownName, UnsupportedHere
 if TYPE_CHECKING:
     from accel.cli import Output
     from accel.kernels.build import Built
+    from accel.kernels.spec import ConvSpec, GemmSpec
 
 
 @click.group("kernels")
@@ -24,16 +25,13 @@ def command() -> None:
 @command.command("list")
 @output_options
 def list_(say: Output) -> None:
-    """Every shipped configuration: op, dtypes, tile, architectures, implementation.
-
-    Those that aren't dispatched are called through the C interface alone.
-    """
+    """Every shipped configuration: op, dtypes, tile, architectures, implementation."""
     from accel.kernels.configs import rows
 
     found = rows()
 
     def human() -> Any:
-        columns = ("name", "op", "implementation", "dispatched", "dtypes", "tile", "archs")
+        columns = ("name", "op", "implementation", "dtypes", "tile", "archs")
         return _table(columns, [[_plain(row[column]) for column in columns] for row in found])
 
     say.result({"configurations": found}, human)
@@ -69,26 +67,44 @@ def check_(every: bool, say: Output) -> None:
     metavar="DIR",
     help="Where ONNX Runtime's headers are: builds the operators for its register_custom_ops_library.",
 )
+@click.option(
+    "--tensorrt-include",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where TensorRT's headers are: builds the plugins for its registry's load_library, on the CUDA kernels.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Files compiled at a time (default: the cores).")
 @output_options
-def build_(archs: tuple[str, ...], onnxruntime_include: Path | None, jobs: int | None, say: Output) -> None:
-    """Compile the CUDA kernels with the nvcc that is here, or the operators for ONNX Runtime."""
-    from accel.kernels.bridges import build_for_onnxruntime
+def build_(
+    archs: tuple[str, ...],
+    onnxruntime_include: Path | None,
+    tensorrt_include: Path | None,
+    jobs: int | None,
+    say: Output,
+) -> None:
+    """Compile the CUDA kernels with the nvcc that is here, the operators for ONNX Runtime, the plugins for TensorRT."""
+    from accel.kernels.bridges import build_for_onnxruntime, build_for_tensorrt
     from accel.kernels.build import build
     from accel.progress import report
 
-    if not archs and onnxruntime_include is None:
-        raise click.UsageError("say what to build: --arch sm_90a, or --onnxruntime-include DIR")
+    if not archs and onnxruntime_include is None and tensorrt_include is None:
+        raise click.UsageError("say what to build: --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR")
     body: dict[str, Any] = {}
+    kernels: Path | None = None
     words = []
     if archs:
         built = build([_native() if arch == "native" else arch for arch in archs], jobs=jobs, progress=report)
+        kernels = built.path
         body |= {"path": str(built.path), "archs": list(built.archs), "cached": built.cached}
         words.append(_built(built, ", ".join(built.archs)))
     if onnxruntime_include is not None:
         bridge = build_for_onnxruntime(onnxruntime_include, progress=report)
         body["onnxruntime"] = {"path": str(bridge.path), "cached": bridge.cached}
         words.append(_built(bridge, "for register_custom_ops_library"))
+    if tensorrt_include is not None:
+        plugins = build_for_tensorrt(tensorrt_include, kernels=kernels, progress=report)
+        body["tensorrt"] = {"path": str(plugins.path), "cached": plugins.cached}
+        words.append(_built(plugins, "for the plugin registry's load_library"))
     say.result(body, lambda: "\n".join(words))
 
 
@@ -113,7 +129,14 @@ def _built(built: Built, what: str) -> str:
     "shapes",
     multiple=True,
     metavar="MxNxK",
-    help="A problem, 1x4096x4096; again for more. Default: 30 of them.",
+    help="A product, 1x4096x4096; again for more. Default, where no --conv is given either: 30 of them.",
+)
+@click.option(
+    "--conv",
+    "convolutions",
+    multiple=True,
+    metavar="NxHxWxC,OUT,KERNEL[,STRIDE[,PADDING[,DILATION]]]",
+    help="A convolution, 8x56x56x64,64,3,1,1 (or 3x3,1x1,1x1); again for more. Default, as above: ResNet-50's.",
 )
 @click.option("--dtype", "dtypes", multiple=True, default=("fp16",), show_default=True, help="Of the operands; again.")
 @click.option("--act", "acts", multiple=True, default=("none",), show_default=True, help="Activation; again for more.")
@@ -127,22 +150,33 @@ def _built(built: Built, what: str) -> str:
 )
 @output_options
 def tune_(
-    shapes: tuple[str, ...], dtypes: tuple[str, ...], acts: tuple[str, ...], added: tuple[str, ...], say: Output
+    shapes: tuple[str, ...],
+    convolutions: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    acts: tuple[str, ...],
+    added: tuple[str, ...],
+    say: Output,
 ) -> None:
-    """Time the products on the GPU that is there and remember the fastest right kernel of each problem.
+    """Time products and convolutions on the GPU that is there and remember the fastest right kernel of each problem.
 
-    int8 and fp8 are tuned for fp16 and for bf16 output; convolutions aren't tuned.
+    int8 and fp8 are tuned for fp16 and for bf16 output.
     """
-    from accel.kernels.tune import specs, tune_gemm
+    from accel.kernels.tune import CONVOLUTIONS, conv_specs, specs, tune
     from accel.kernels.tuned import Table
     from accel.progress import report
 
     table = Table()
-    problems = specs(dtypes, acts, [_shape(text) for text in shapes], added=added)
+    named = bool(shapes or convolutions)
+    problems: list[GemmSpec | ConvSpec] = []
+    if shapes or not named:
+        problems += specs(dtypes, acts, [_shape(text) for text in shapes], added=added)
+    if convolutions or not named:
+        geometries = [_convolution(text) for text in convolutions] if named else CONVOLUTIONS
+        problems += conv_specs(dtypes, acts, geometries, added=added)
     found = []
     for at, spec in enumerate(problems):
-        report(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}", at / len(problems))
-        found.append(tune_gemm(spec, table))
+        report(f"{_sizes(spec)} {spec.in_dtype}", at / len(problems))
+        found.append(tune(spec, table))
     rows = [
         {
             "key": tuned.key.text,
@@ -155,7 +189,7 @@ def tune_(
     ]
     human = [
         [
-            f"{s.m}x{s.n}x{s.k}",
+            _sizes(s),
             s.in_dtype,
             s.epilogue.key,
             str(r["config"]),
@@ -164,7 +198,7 @@ def tune_(
         ]
         for s, r, t in zip(problems, rows, found, strict=True)
     ]
-    columns = ("M x N x K", "dtype", "epilogue", "fastest", "microseconds", "refused")
+    columns = ("problem", "dtype", "epilogue", "fastest", "microseconds", "refused")
     say.result({"path": str(table.path), "problems": rows}, lambda: _table(columns, human))
 
 
@@ -174,6 +208,37 @@ def _shape(text: str) -> tuple[int, int, int]:
     except ValueError:
         raise UnknownName(f"{text!r} is no shape; write M, N and K as 16x4096x4096") from None
     return m, n, k
+
+
+def _convolution(text: str) -> ConvSpec:
+    from accel.kernels.spec import ConvSpec
+
+    try:
+        image, out, *rest = text.split(",")
+        images, height, width, channels = (int(part) for part in image.split("x"))
+        pairs = [tuple(int(size) for size in part.split("x")) for part in rest]
+        if not (1 <= len(pairs) <= 4 and all(len(pair) in (1, 2) for pair in pairs)):
+            raise ValueError
+        sizes = {"images": images, "height": height, "width": width, "c_in": channels, "c_out": int(out)}
+    except ValueError:
+        raise UnknownName(
+            f"{text!r} is no convolution; write images, height, width and channels, the output's channels, and kernel, "
+            "stride, padding and dilation, as 8x56x56x64,64,3x3,1,1"
+        ) from None
+    names = ("kernel", "stride", "padding", "dilation")
+    geometry = {name: (pair[0], pair[-1]) for name, pair in zip(names, pairs, strict=False)}
+    return ConvSpec(**sizes, **geometry)  # type: ignore[arg-type]
+
+
+def _sizes(spec: GemmSpec | ConvSpec) -> str:
+    """A problem as it is written in ``--shape`` or ``--conv``."""
+    from accel.kernels.spec import ConvSpec
+
+    if not isinstance(spec, ConvSpec):
+        return f"{spec.m}x{spec.n}x{spec.k}"
+    image = "x".join(map(str, (spec.images, spec.height, spec.width, spec.c_in)))
+    pairs = [f"{height}x{width}" for height, width in (spec.kernel, spec.stride, spec.padding, spec.dilation)]
+    return ",".join([image, str(spec.c_out), *pairs])
 
 
 def _plain(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,13 +13,14 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
-from accel.errors import InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
+from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
 
+OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # the environment variable that names a library of operators to register
 _FATAL = 4  # onnxruntime's log severity: what it says of an error is in the exception, too
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
@@ -141,6 +143,7 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings.inter_op_num_threads = 1
     settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     settings.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVELS[options.graph_level])
+    _register_operators(settings)
     path = artifact.path
     if not path.is_file():
         raise InvalidModel(f"{path} does not exist; check the path")
@@ -156,6 +159,20 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
     except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
         raise InvalidModel(f"ONNX Runtime can't load {path} ({_reason(error)}); export it again") from error
+
+
+def _register_operators(settings: Any) -> None:
+    """Those in C++ of the library that the environment names; without it the bodies in the file are what runs."""
+    given = os.environ.get(OPERATORS)
+    if not given:
+        return
+    try:
+        settings.register_custom_ops_library(given)
+    except _FAILURES as error:
+        raise BadConfig(
+            f"{OPERATORS} is {given}, which ONNX Runtime can't load ({_reason(error)}); set it to a library that accel "
+            "kernels build --onnxruntime-include wrote, or unset it"
+        ) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -40,6 +40,9 @@ int accel_gemv(const void* a, const void* b, void* out, const float* bias, const
 int accel_im2col(const void* x, void* columns, int element_size, int64_t images, int64_t height, int64_t width,
                  int64_t channels, const int32_t geometry[8], void* stream);
 
+// from (count) in fp32, fp16 or bf16 -> to (count) in fp32.
+int accel_widen(const void* from, int dtype, float* to, int64_t count, void* stream);
+
 // out (m, n) = act(row_scale * col_scale * (a @ b^T) + bias) + residual on tensor cores: a (m, k) and b (n, k) in dtype,
 // out and residual in out_dtype, all dense; every address and every row a multiple of 16 bytes. NULL: left out.
 typedef struct {

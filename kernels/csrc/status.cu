@@ -1,7 +1,7 @@
 // What a status means, and the version of this interface.
 #include "c_api.h"
 
-extern "C" int accel_abi_version(void) { return 2; }
+extern "C" int accel_abi_version(void) { return 3; }
 
 extern "C" const char* accel_status_message(int status) {
   switch (status) {

@@ -1,9 +1,11 @@
-// accel::FusedGemm_* as operators of ONNX Runtime on the CPU: the reference in C++, fp32 sums and epilogue as on a GPU,
-// one rounding. Those with scales are not here: ONNX Runtime inlines their bodies.
+// accel::FusedGemm_* and accel::QuantizeRowwise_* as operators of ONNX Runtime on the CPU: the reference in C++, fp32
+// sums (int8: exact ones) and epilogue as on a GPU, one rounding. Products with scales, or of int8 and fp8, are those
+// that torch's export writes (gemm_nn); what has no operator here, ONNX Runtime inlines the body of.
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,20 +13,45 @@
 #include "../csrc/activate.cuh"
 
 namespace {
+using Type = ONNXTensorElementDataType;
+constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+               kBf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
+               kFp8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN;
+
 struct Spec {
   std::string name;
   bool matrices, transposed;  // gemm_nn and gemm_nt take matrices only; of gemm_nt, b is (N, K)
-  bool bias, residual;
+  bool bias, row, col, residual;
   int act;
-  ONNXTensorElementDataType dtype;
+  Type operand, dtype;  // of a and b, of the output
+
+  // The body computes in fp32 then, and so the bias is fp32.
+  bool wide() const { return row || col || operand != dtype; }
+  std::vector<Type> inputs() const {
+    std::vector<Type> types{operand, operand};
+    if (bias) types.push_back(wide() ? kFloat : dtype);
+    if (row) types.push_back(kFloat);
+    if (col) types.push_back(kFloat);
+    if (residual) types.push_back(dtype);
+    return types;
+  }
 };
 
-[[noreturn]] void refuse(const Spec& spec, const char* why) {
-  throw Ort::Exception("accel::" + spec.name + ": " + why, ORT_INVALID_ARGUMENT);
+[[noreturn]] void refuse(const std::string& name, const char* why) {
+  throw Ort::Exception("accel::" + name + ": " + why, ORT_INVALID_ARGUMENT);
 }
 
+float widen(int8_t x) { return x; }
+float widen(fp8_t x) {
+  const int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
+  float value = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(1.0f * fraction, -9);
+  if ((x.bits & 0x7f) == 0x7f) value = std::nanf("");
+  return x.bits & 0x80 ? -value : value;
+}
+using ::widen;
+
 template <class T>
-std::vector<float> widened(const Ort::ConstValue& value) {
+std::vector<float> widened_as(const Ort::ConstValue& value) {
   const T* from = static_cast<const T*>(value.GetTensorRawData());
   const size_t count = value.GetTensorTypeAndShapeInfo().GetElementCount();
   std::vector<float> wide(count);
@@ -32,58 +59,125 @@ std::vector<float> widened(const Ort::ConstValue& value) {
   return wide;
 }
 
-template <class T>
+std::vector<float> widened(const Ort::ConstValue& value) {
+  switch (value.GetTensorTypeAndShapeInfo().GetElementType()) {
+    case kHalf: return widened_as<half_t>(value);
+    case kBf16: return widened_as<bf16_t>(value);
+    case kInt8: return widened_as<int8_t>(value);
+    case kFp8: return widened_as<fp8_t>(value);
+    default: return widened_as<float>(value);
+  }
+}
+
+// An operand for each of ``count`` rows or columns; empty where there is none.
+std::vector<float> vector_of(const Spec& spec, bool there, const Ort::KernelContext& context, size_t& next,
+                             int64_t count, const char* wrong) {
+  if (!there) return {};
+  std::vector<float> found = widened(context.GetInput(next++));
+  if (static_cast<int64_t>(found.size()) != count) refuse(spec.name, wrong);
+  return found;
+}
+
+// Sum: float as on a GPU, double for int8, whose products it adds exactly.
+template <class Out, class Sum>
 void compute(const Spec& spec, const Ort::KernelContext& context) {
   const auto a_shape = context.GetInput(0).GetTensorTypeAndShapeInfo().GetShape();
   const auto b_shape = context.GetInput(1).GetTensorTypeAndShapeInfo().GetShape();
-  if (b_shape.size() != 2) refuse(spec, "b has to be a matrix; leave this library out, the body takes any rank");
-  if (a_shape.empty() || (spec.matrices && a_shape.size() != 2)) refuse(spec, "a has the wrong rank");
+  if (b_shape.size() != 2) refuse(spec.name, "b has to be a matrix; leave this library out, the body takes any rank");
+  if (a_shape.empty() || (spec.matrices && a_shape.size() != 2)) refuse(spec.name, "a has the wrong rank");
   const int64_t k = a_shape.back(), n = b_shape[spec.transposed ? 0 : 1];
-  if (b_shape[spec.transposed ? 1 : 0] != k) refuse(spec, "a and b don't agree on K");
+  if (b_shape[spec.transposed ? 1 : 0] != k) refuse(spec.name, "a and b don't agree on K");
   std::vector<int64_t> out_shape = a_shape;
   out_shape.back() = n;
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < a_shape.size(); ++i) rows *= a_shape[i];
 
-  const auto a = widened<T>(context.GetInput(0)), b = widened<T>(context.GetInput(1));
-  std::vector<float> bias, residual;
+  const auto a = widened(context.GetInput(0)), b = widened(context.GetInput(1));
   size_t next = 2;
-  if (spec.bias) {
-    bias = widened<T>(context.GetInput(next++));
-    if (static_cast<int64_t>(bias.size()) != n) refuse(spec, "the bias has to have N elements");
-  }
+  const auto bias = vector_of(spec, spec.bias, context, next, n, "the bias has to have N elements");
+  const auto by_row = vector_of(spec, spec.row, context, next, rows, "the row scale has to have M elements");
+  const auto by_col = vector_of(spec, spec.col, context, next, n, "the column scale has to have N elements");
+  std::vector<float> residual;
   if (spec.residual) {
     if (context.GetInput(next).GetTensorTypeAndShapeInfo().GetShape() != out_shape)
-      refuse(spec, "the residual has to have the shape of the output");
-    residual = widened<T>(context.GetInput(next));
+      refuse(spec.name, "the residual has to have the shape of the output");
+    residual = widened(context.GetInput(next));
   }
-  T* out = static_cast<T*>(context.GetOutput(0, out_shape).GetTensorMutableRawData());
-  std::vector<float> sums(static_cast<size_t>(n));
+  Out* out = static_cast<Out*>(context.GetOutput(0, out_shape).GetTensorMutableRawData());
+  std::vector<Sum> sums(static_cast<size_t>(n));
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t j = 0; j < n; ++j) sums[j] = 0.0f;
+    for (int64_t j = 0; j < n; ++j) sums[j] = 0;
     for (int64_t i = 0; i < k; ++i) {
-      const float x = a[row * k + i];
+      const Sum x = a[row * k + i];
       const float* of = spec.transposed ? &b[i] : &b[i * n];
       const int64_t step = spec.transposed ? k : 1;
       for (int64_t j = 0; j < n; ++j) sums[j] += x * of[j * step];
     }
     for (int64_t j = 0; j < n; ++j) {
-      float x = activate(spec.bias ? sums[j] + bias[j] : sums[j], spec.act);
+      float x = static_cast<float>(sums[j]);
+      if (spec.row) x *= by_row[row];
+      if (spec.col) x *= by_col[j];
+      x = activate(spec.bias ? x + bias[j] : x, spec.act);
       if (spec.residual) x += residual[row * n + j];
       narrow(x, &out[row * n + j]);
     }
   }
 }
 
+template <class Out>
+void compute(const Spec& spec, const Ort::KernelContext& context) {
+  if (spec.operand == kInt8) return compute<Out, double>(spec, context);
+  compute<Out, float>(spec, context);
+}
+
+void run(const Spec& spec, const Ort::KernelContext& context) {
+  if (spec.dtype == kFloat) compute<float>(spec, context);
+  if (spec.dtype == kHalf) compute<half_t>(spec, context);
+  if (spec.dtype == kBf16) compute<bf16_t>(spec, context);
+}
+
+// Rows to int8 or fp8 and their scales: the arithmetic of quantize_rowwise.cu.
+struct Rows {
+  std::string name;
+  Type source, dtype;
+};
+
+void quantize(float ratio, int8_t* q) {
+  *q = std::isnan(ratio) ? int8_t(0) : static_cast<int8_t>(std::fmin(std::fmax(std::rint(ratio), -127.0f), 127.0f));
+}
+void quantize(float ratio, fp8_t* q) { *q = to_fp8(ratio); }
+
+template <class Q>
+void quantize_rows(const std::vector<float>& x, int64_t rows, int64_t columns, float largest_q, Q* q, float* scales) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* from = &x[row * columns];
+    float largest = 0.0f;
+    for (int64_t i = 0; i < columns; ++i)
+      if (std::fabs(from[i]) > largest || std::isnan(from[i])) largest = std::fabs(from[i]);  // a NaN stays
+    float scale = largest / largest_q;
+    if (scale < 1.1754943508222875e-38f) scale = 1.1754943508222875e-38f;
+    scales[row] = largest == 0.0f ? 1.0f : scale;
+    for (int64_t i = 0; i < columns; ++i) quantize(from[i] / scales[row], &q[row * columns + i]);
+  }
+}
+
+void run(const Rows& spec, const Ort::KernelContext& context) {
+  const auto shape = context.GetInput(0).GetTensorTypeAndShapeInfo().GetShape();
+  if (shape.size() != 2) refuse(spec.name, "x has to be a matrix");
+  const auto x = widened(context.GetInput(0));
+  void* q = context.GetOutput(0, shape).GetTensorMutableRawData();
+  float* scales = context.GetOutput(1, {shape[0]}).GetTensorMutableData<float>();
+  if (spec.dtype == kInt8) quantize_rows(x, shape[0], shape[1], 127.0f, static_cast<int8_t*>(q), scales);
+  if (spec.dtype == kFp8) quantize_rows(x, shape[0], shape[1], 448.0f, static_cast<fp8_t*>(q), scales);
+}
+
+template <class What>
 struct Kernel {
-  const Spec& spec;
+  const What& spec;
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
     try {
-      const Ort::KernelContext context(raw);
-      if (spec.dtype == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) compute<float>(spec, context);
-      if (spec.dtype == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) compute<half_t>(spec, context);
-      if (spec.dtype == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16) compute<bf16_t>(spec, context);
+      run(spec, Ort::KernelContext(raw));
       return nullptr;
     } catch (const std::exception& error) {
       return Ort::Status(error).release();
@@ -91,39 +185,83 @@ struct Kernel {
   }
 };
 
-struct FusedGemm : Ort::CustomOpBase<FusedGemm, Kernel, true> {
-  explicit FusedGemm(Spec given) : spec(std::move(given)) {}
+struct FusedGemm : Ort::CustomOpBase<FusedGemm, Kernel<Spec>, true> {
+  explicit FusedGemm(Spec given) : spec(std::move(given)), inputs(spec.inputs()) {}
   Spec spec;
+  std::vector<Type> inputs;
 
   OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo*, void** kernel) const {
-    *kernel = new Kernel{spec};
+    *kernel = new Kernel<Spec>{spec};
     return nullptr;
   }
   const char* GetName() const { return spec.name.c_str(); }
-  size_t GetInputTypeCount() const { return 2u + spec.bias + spec.residual; }
-  ONNXTensorElementDataType GetInputType(size_t) const { return spec.dtype; }
+  size_t GetInputTypeCount() const { return inputs.size(); }
+  Type GetInputType(size_t at) const { return inputs[at]; }
   size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetOutputType(size_t) const { return spec.dtype; }
+  Type GetOutputType(size_t) const { return spec.dtype; }
 };
 
-// Every name that accel.kernels.onnx_function gives a FusedGemm without scales.
-std::vector<std::unique_ptr<FusedGemm>> every() {
-  const char* const products[] = {"matmul", "gemm_nn", "gemm_nt"};
+struct QuantizeRowwise : Ort::CustomOpBase<QuantizeRowwise, Kernel<Rows>, true> {
+  explicit QuantizeRowwise(Rows given) : spec(std::move(given)) {}
+  Rows spec;
+
+  OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo*, void** kernel) const {
+    *kernel = new Kernel<Rows>{spec};
+    return nullptr;
+  }
+  const char* GetName() const { return spec.name.c_str(); }
+  size_t GetInputTypeCount() const { return 1; }
+  Type GetInputType(size_t) const { return spec.source; }
+  size_t GetOutputTypeCount() const { return 2; }
+  Type GetOutputType(size_t at) const { return at == 0 ? spec.dtype : kFloat; }
+};
+
+const std::pair<const char*, Type> kDtypes[] = {{"fp32", kFloat}, {"fp16", kHalf}, {"bf16", kBf16}};
+const std::pair<const char*, Type> kQuantized[] = {{"int8", kInt8}, {"fp8_e4m3", kFp8}};
+
+// Every FusedGemm with this beginning of its name, as accel.kernels.onnx_function puts names together.
+void add_epilogues(std::vector<std::unique_ptr<FusedGemm>>& all, const std::string& begins, Spec spec) {
   const char* const acts[] = {"", "_relu", "_gelu_tanh", "_gelu_erf", "_silu"};  // in the order of ACCEL_NONE to SILU
-  const std::pair<const char*, ONNXTensorElementDataType> dtypes[] = {{"_fp32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
-                                                                      {"_fp16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
-                                                                      {"_bf16", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}};
+  for (int act = ACCEL_NONE; act <= ACCEL_SILU; ++act)
+    for (const auto& [suffix, dtype] : kDtypes) {
+      if (dtype != spec.dtype) continue;
+      for (const bool bias : {false, true})
+        for (const bool residual : {false, true}) {
+          spec.name = begins + (bias ? "_bias" : "") + acts[act] + (residual ? "_residual" : "") + "_" + suffix;
+          spec.bias = bias;
+          spec.residual = residual;
+          spec.act = act;
+          all.push_back(std::make_unique<FusedGemm>(spec));
+        }
+    }
+}
+
+std::vector<std::unique_ptr<FusedGemm>> every_gemm() {
+  const char* const products[] = {"matmul", "gemm_nn", "gemm_nt"};
   std::vector<std::unique_ptr<FusedGemm>> all;
-  for (int product = 0; product < 3; ++product)
-    for (int act = ACCEL_NONE; act <= ACCEL_SILU; ++act)
-      for (const auto& [suffix, dtype] : dtypes)
-        for (const bool bias : {false, true})
-          for (const bool residual : {false, true}) {
-            const std::string name = std::string("FusedGemm_") + products[product] + (bias ? "_bias" : "") + acts[act] +
-                                     (residual ? "_residual" : "") + suffix;
-            all.push_back(std::make_unique<FusedGemm>(
-                Spec{name, product != 0, product == 2, bias, residual, act, dtype}));
-          }
+  for (const auto& [_, dtype] : kDtypes) {
+    for (int product = 0; product < 3; ++product)
+      add_epilogues(all, std::string("FusedGemm_") + products[product],
+                    Spec{"", product != 0, product == 2, false, false, false, false, 0, dtype, dtype});
+    for (int scales = 0; scales < 4; ++scales) {
+      const bool row = scales & 1, col = scales & 2;
+      const std::string named = std::string(row ? "_row" : "") + (col ? "_col" : "");
+      if (scales)
+        add_epilogues(all, "FusedGemm_gemm_nn" + named, Spec{"", true, false, false, row, col, false, 0, dtype, dtype});
+      for (const auto& [own, operand] : kQuantized)
+        add_epilogues(all, std::string("FusedGemm_gemm_nn_") + own + named,
+                      Spec{"", true, false, false, row, col, false, 0, operand, dtype});
+    }
+  }
+  return all;
+}
+
+std::vector<std::unique_ptr<QuantizeRowwise>> every_quantization() {
+  std::vector<std::unique_ptr<QuantizeRowwise>> all;
+  for (const auto& [from, source] : kDtypes)
+    for (const auto& [to, dtype] : kQuantized)
+      all.push_back(std::make_unique<QuantizeRowwise>(
+          Rows{std::string("QuantizeRowwise_") + from + "_" + to, source, dtype}));
   return all;
 }
 }  // namespace
@@ -136,10 +274,12 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
         ORT_FAIL, "this ONNX Runtime is older than the headers accel's operators were built with; build them again");
   Ort::InitApi(api);
   try {
-    static const auto operators = every();  // ONNX Runtime keeps pointers to both
+    static const auto gemms = every_gemm();  // ONNX Runtime keeps pointers to all of this
+    static const auto quantizations = every_quantization();
     static const auto domain = [] {
       Ort::CustomOpDomain made("accel");
-      for (const auto& one : operators) made.Add(one.get());
+      for (const auto& one : gemms) made.Add(one.get());
+      for (const auto& one : quantizations) made.Add(one.get());
       return made;
     }();
     Ort::UnownedSessionOptions(options).Add(domain);

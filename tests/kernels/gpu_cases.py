@@ -6,8 +6,7 @@ import sys
 
 import torch
 
-from accel.kernels import dispatch, reference, triton_kernels, triton_launch, tune
-from accel.kernels.configs import CONFIGS
+from accel.kernels import dispatch, native_launch, reference, triton_kernels, triton_launch, tune
 from accel.kernels.spec import ConvSpec, EpilogueSpec, GemmSpec
 
 
@@ -15,28 +14,36 @@ def main() -> None:
     device = torch.device("cuda", 0)
     capability = torch.cuda.get_device_capability(device)
     ran = 0
-    for dtype in ("fp16", "int8"):
-        out = "fp16"
+    names = dispatch.native_names(capability)
+    for dtype in ("fp16", "bf16", "int8", "fp8_e4m3"):
         flags = dict.fromkeys(("bias", "residual", "row_scale", "col_scale"), True)
-        epilogue = EpilogueSpec(act="gelu_erf", out_dtype=out, **flags)
-        for m, n, k in ((1, 8, 16), (37, 40, 48), (130, 264, 80)):
+        epilogue = EpilogueSpec(act="gelu_erf", out_dtype="bf16" if dtype == "bf16" else "fp16", **flags)
+        for m, n, k in ((1, 8, 16), (7, 9, 33), (37, 40, 48), (130, 264, 80)):
             spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue)
             a, b, given = operands = tune.operands_for(spec, device)
-            usable = dispatch.candidates(spec, capability, tma_layout=True, native=dispatch.native_names(capability))
-            for config in usable:
+            layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": True}
+            for config in dispatch.candidates(spec, capability, **layout, native=names):
                 got = dispatch.run_config(spec, a, b, given, config)
                 error = tune.largest_error(spec, operands, got)
                 assert error <= 1, (config.name, spec, error)
                 ran += 1
-    sizes = {"images": 2, "height": 7, "width": 5, "c_in": 11, "c_out": 13}
-    conv = ConvSpec(**sizes, kernel=(3, 2), stride=(2, 1), padding=(1, 1), epilogue=EpilogueSpec(act="silu"))
-    x, w = torch.randn(2, 7, 5, 11, device=device).half(), torch.randn(13, 3, 2, 11, device=device).half()
-    for config in (c for c in CONFIGS if c.op == "conv2d"):
-        got = triton_launch.run_conv2d(conv, x, w, {}, config, triton_kernels)
-        exact = reference.conv2d_torch(conv, x, w, {})
-        assert float((got.double() - exact).abs().max()) <= 2e-3 * float(exact.abs().max())
-        ran += 1
-    triton_launch.run_quantize(x.reshape(-1, 11), "int8", triton_kernels)
+    for c_in, c_out in ((11, 13), (16, 24)):  # with rows of 16 bytes the patches are multiplied too
+        shape = ConvSpec(images=2, height=7, width=5, c_in=c_in, c_out=c_out, kernel=(3, 2), stride=(2, 1))
+        for conv in tune.conv_specs(["fp16", "int8"], ["silu"], [shape]):
+            x, w, given = operands = tune.operands_for(conv, device)
+            for config in dispatch.candidates(conv, capability, tma_layout=True, native=names):
+                error = tune.largest_error(conv, operands, dispatch.run_config(conv, x, w, given, config))
+                assert error <= 1, (config.name, conv, error)
+                ran += 1
+    rows = torch.randn(5, 37, device=device).half()
+    for dtype in ("int8", "fp8_e4m3") if capability >= (8, 9) else ("int8",):
+        by_triton = triton_launch.run_quantize(rows, dtype, triton_kernels)
+        wanted = reference.quantize_rowwise_torch(rows, dtype)
+        by_hand = native_launch.run_quantize(rows, dtype) if names else by_triton
+        for q, scale in (by_triton, by_hand):
+            assert torch.equal(q.float(), wanted[0].float())
+            assert torch.equal(scale, wanted[1])
+            ran += 1
     torch.cuda.synchronize()
     print(f"{ran} kernels ran")
     sys.exit(0 if ran else 1)

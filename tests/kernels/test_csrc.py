@@ -102,8 +102,15 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
     numbers = {"element_size": 4, "shape": (2, 7, 6, 5), "geometry": (3, 2, 2, 1, 1, 2, 1, 2)}
     add(calls, "im2col", "im2col", ["columns"], numbers, x=image.numpy(), columns=np.zeros(right.shape, np.float32))
 
+    vectors = {dtype: torch.randn(21).to(TORCH_DTYPES[dtype]) for dtype in ("fp32", "fp16", "bf16")}
+    for dtype, vector in vectors.items():
+        numbers = {"dtype": dtype, "count": 21}
+        add(calls, f"widen {dtype}", "widen", ["to"], numbers, source=raw(vector), to=np.zeros(21, np.float32))
+
     done, results = run_on_host(calls, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    for dtype, vector in vectors.items():
+        np.testing.assert_array_equal(results[f"widen {dtype}/to"], vector.float().numpy())
     for case, (spec, a, b, operands) in gemvs.items():
         got = torch.from_numpy(results[f"{case}/out"]).view(TORCH_DTYPES[spec.in_dtype])
         exact = reference.gemm_torch(spec, a, b.t(), operands)
@@ -173,6 +180,8 @@ def test_the_library_loads_without_a_gpu_and_answers_in_codes(library: Path) -> 
         loaded.gemv(16, 16, 16, dtype="fp16", act="none", m=17, n=1, k=1)
     with pytest.raises(BadFeeds, match="no kernel for this dtype"):
         loaded.im2col(16, 16, 8, (1, 1, 1, 1), (1, 1, 1, 1, 0, 0, 1, 1))
+    with pytest.raises(BadFeeds, match="no kernel for this dtype"):
+        loaded.widen(16, "int8", 16, 1)
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedHere, match="no NVIDIA GPU"):
             loaded.gemv(16, 16, 16, dtype="fp16", act="none", m=1, n=1, k=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import torch
 
 from accel.errors import BadConfig, BadFeeds, MissingExtra, UnknownName, UnsupportedHere
 from accel.kernels import build, check, configs, dispatch, native_launch, sass, units
+from accel.kernels.configs import HAND_WRITTEN
 from accel.kernels.native import ACTS, DTYPES, Library, Problem
 from accel.kernels.units import FAMILIES, NATIVE, UNITS
 
@@ -109,6 +111,22 @@ def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> 
     assert made == gemms, "sm80's unit is there twice: sm_120 runs it too"
     kernels = {kernel: used for (_, kernel), used in found.items() if "cutlass" in kernel}
     assert all(kernels.values()), "a GEMM without a matrix instruction"
+
+
+@pytest.mark.proof
+def test_the_tree_and_a_library_for_hopper_stay_small(library: build.Built) -> None:
+    """Under 60 MB together; all units for sm_90a take many minutes, so their size is these kernels' mean by number."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        pytest.skip("no git here to say what is tracked")
+    words = ["git", "-C", str(root), "ls-files", "-z"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
+    tracked = [root / name for name in listed if name]
+    tree = sum(path.stat().st_size for path in tracked if path.is_file() and not path.is_symlink())
+    here = sum(len(unit.tiles) * len(archs) for unit, archs in units.units_for(library.archs) if unit.name in PROVEN)
+    hopper = sum(len(unit.tiles) for unit, _ in units.units_for(("sm_90a",)))
+    assert hopper >= 18
+    assert tree + library.path.stat().st_size / here * hopper < 60e6
 
 
 @pytest.mark.proof
@@ -227,10 +245,12 @@ def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, mon
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))
     names = dict.fromkeys(["sm80_fp16_streamk_64x64", "a_name_of_another_version"], 0)
     monkeypatch.setattr(native_launch, "Library", lambda path: SimpleNamespace(path=path, gemms=names))
-    assert native_launch.gemm_names((8, 0)) == {"sm80_fp16_streamk_64x64"}
-    assert native_launch.gemm_names((12, 0)) == set()
+    assert native_launch.names((8, 0)) == {"sm80_fp16_streamk_64x64", *HAND_WRITTEN}
+    assert native_launch.names((12, 0)) == set()
     path.with_name(build.RECORD).unlink()
-    assert native_launch.gemm_names((12, 0)) == set(names), "a library without a record: dispatch looks at the families"
+    assert native_launch.names((12, 0)) == {*names, *HAND_WRITTEN}, (
+        "a library without a record: dispatch looks at the families"
+    )
     native_launch.installed.cache_clear()
 
 

@@ -36,6 +36,13 @@ def test_the_rows_are_those_of_the_question_and_the_cubes_come_first(script: Mod
         (m, dtype) for dtype in ("bf16", "fp16", "int8", "fp8_e4m3") for m in (4096, 8192)
     ]
     assert {s.m for s in wanted} == {1, 8, 16, 64, 128, 512, 4096, 8192}
+    layers = {*script.BERT, *script.LLAMA}
+    for m in (1, 8, 16, 64, 128, 512):
+        assert {(s.n, s.k) for s in wanted if s.m == m and s.in_dtype == "bf16"} == layers, m
+    for dtype in ("fp16", "int8", "fp8_e4m3"):
+        assert {1, 16, 64, 512} <= {s.m for s in wanted if s.in_dtype == dtype}, dtype
+    assert sum(with_compile for _, with_compile in script.problems()) > 8
+    assert all(s.in_dtype == "bf16" for s, with_compile in script.problems() if with_compile)
     assert len({(s.m, s.n, s.k, s.in_dtype) for s in wanted}) == len(wanted)
 
 

@@ -23,8 +23,9 @@ from accel.kernels.fuse import fuse
 from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 from accel.kernels.native import Library
 from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.tuned import Table
+from accel.kernels.units import NATIVE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,9 +54,8 @@ def check(spec: GemmSpec, native: frozenset[str], triton: bool) -> int:
     """Every candidate of ``spec`` against the float64 reference; how many there were."""
     operands = tune.operands_for(spec, torch.device("cuda"))
     a, b, given = operands
-    usable = dispatch.candidates(
-        spec, capability(), tma_layout=dispatch.is_tma_layout(a, b), triton_installed=triton, native=native
-    )
+    layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
+    usable = dispatch.candidates(spec, capability(), **layout, triton_installed=triton, native=native)
     for config in usable:
         got = dispatch.run_config(spec, a, b, given, config)
         error = tune.largest_error(spec, operands, got)
@@ -167,6 +167,44 @@ def test_conv2d(dtype: torch.dtype, act: str) -> None:
         assert float((got.float() - wanted).abs().max()) <= 4 * step * float(wanted.abs().max())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
+    """Both tiles of Triton and, where the patches' rows are of 16 bytes, the patches; every dtype. The bound is that of
+    the product that a convolution is."""
+    names = dispatch.native_names(capability())
+    ran = set()
+    for c_in, c_out in ((19, 35), (32, 72)):
+        shape = ConvSpec(images=3, height=17, width=15, c_in=c_in, c_out=c_out, kernel=(3, 3), padding=(1, 1))
+        for spec in tune.conv_specs([dtype], ["silu"], [shape], added=("bias+residual",)):
+            operands = x, w, given = tune.operands_for(spec, torch.device("cuda"))
+            for config in dispatch.candidates(spec, capability(), tma_layout=True, native=names):
+                got = dispatch.run_config(spec, x, w, given, config)
+                assert tune.largest_error(spec, operands, got) <= 1, (config.name, spec)
+                ran.add(config.name)
+    assert ("conv2d_64x64" in ran) == triton_runs(dtype)
+    compiled = {NATIVE[name].unit.dtype for name in names if name in NATIVE and NATIVE[name].runs_on(capability())}
+    assert ("im2col" in ran) == (dtype in compiled)
+
+
+def test_the_public_face_without_triton(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gemv, quantization and a convolution's patches by the compiled library, as dispatch takes them then."""
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    g = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(5, 57, generator=g, device="cuda").half()
+    b = torch.randn(40, 57, generator=g, device="cuda").half().t()
+    spec = GemmSpec(m=5, n=40, k=57, epilogue=EpilogueSpec(act="silu"))
+    assert str(dispatch.choose_for(spec, a, b)).startswith("cuda gemv")
+    assert tune.largest_error(spec, (a, b, {}), fused_gemm(a, b, act="silu")) <= 1
+    q, scale = quantize_rowwise(a[:, :50])
+    wanted_q, wanted_scale = reference.quantize_rowwise_torch(a[:, :50].cpu(), "int8")
+    assert torch.equal(q.cpu(), wanted_q)
+    assert torch.equal(scale.cpu(), wanted_scale)
+    conv = ConvSpec(images=1, height=4, width=4, c_in=5, c_out=7, kernel=(3, 3), padding=(1, 1))
+    x, w, _ = tune.operands_for(conv, torch.device("cuda"))
+    assert str(dispatch.choose_for(conv, x, w)).startswith("cuda im2col")
+    assert tune.largest_error(conv, (x, w, {}), fused_conv2d(x, w, padding=1)) <= 1
+
+
 def test_the_public_face_takes_any_strides(library: Library) -> None:
     """What dispatch chooses for itself, on operands that no TMA descriptor can be made of."""
     g = torch.Generator("cuda").manual_seed(0)
@@ -216,7 +254,7 @@ def test_tuning_finds_a_right_one_that_dispatch_then_takes(
 ) -> None:
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     spec = tune.specs(["fp16"], ["gelu_erf"], [(512, 768, 768)])[0]
-    found = tune.tune_gemm(spec, Table())
+    found = tune.tune(spec, Table())
     assert found.entry is not None
     assert found.refused == {}
     a, b, _ = tune.operands_for(spec, torch.device("cuda"))
@@ -224,6 +262,14 @@ def test_tuning_finds_a_right_one_that_dispatch_then_takes(
     assert choice.config is not None
     assert choice.config.name == found.entry.config
     assert "accel kernels tune" in choice.reason
+    shape = ConvSpec(images=2, height=14, width=14, c_in=64, c_out=64, kernel=(3, 3), padding=(1, 1))
+    for conv in tune.conv_specs(["fp16"], ["relu"], [shape]):
+        entry = tune.tune(conv, Table()).entry
+        assert entry is not None
+        x, w, given = tune.operands_for(conv, torch.device("cuda"))
+        taken = dispatch.choose_for(conv, x, w, given)
+        assert taken.config is not None
+        assert taken.config.name == entry.config
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

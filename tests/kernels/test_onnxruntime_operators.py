@@ -23,12 +23,16 @@ import torch
 from click.testing import CliRunner
 from onnx import TensorProto, helper
 
+from accel.artifact import Artifact
 from accel.cli.kernels import command
-from accel.errors import UnsupportedHere
+from accel.errors import AccelError, BadConfig, UnsupportedHere
 from accel.kernels import reference
 from accel.kernels.bridges import build_for_onnxruntime
-from accel.kernels.onnx_function import DOMAIN, DTYPES, PRODUCTS, FusedGemm
+from accel.kernels.onnx_function import DOMAIN, DTYPES, OPERANDS, PRODUCTS, FusedGemm, QuantizeRowwise
 from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.runtimes.base import SessionOptions
+from accel.runtimes.onnxruntime import OnnxRuntimeSession
+from accel.signature import Signature, TensorSpec
 
 INCLUDE = os.environ.get("ACCEL_ONNXRUNTIME_INCLUDE", "")
 M, N, K = 6, 5, 7
@@ -40,7 +44,12 @@ SHAPES = {
     "bias": [N],
     "residual": [M, N],
     "residual3": [2, 3, N],
+    "row": [M],
+    "col": [N],
+    "whole_a": [M, K],
+    "whole_b": [K, N],
 }
+TORCH = {dtype: reference.TORCH_DTYPES[text] for dtype, text in OPERANDS.items()}
 OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)]
 
 
@@ -65,16 +74,20 @@ def session(made: onnx.ModelProto, given: ort.SessionOptions) -> ort.InferenceSe
 def inputs_of(function: FusedGemm) -> list[str]:
     wide = "3" if function.product == "matmul" else ""
     names = [f"a{wide}", "nt" if function.product == "gemm_nt" else "nn"]
-    return [*names, *["bias"] * function.bias, *[f"residual{wide}"] * function.residual]
+    if function.operand == TensorProto.INT8:
+        names = ["whole_a", "whole_b"]
+    scales = [*["row"] * function.row_scale, *["col"] * function.col_scale]
+    return [*names, *["bias"] * function.bias, *scales, *[f"residual{wide}"] * function.residual]
 
 
 def model(functions: list[FusedGemm], *, bodies: bool) -> onnx.ModelProto:
-    """Each function once on the same fp32 inputs, cast to its dtype; its output cast back to fp32."""
+    """Each function once on the same fp32 inputs, cast to the dtypes it takes; its output cast back to fp32."""
     nodes = []
-    for dtype in sorted({function.dtype for function in functions}):
-        nodes += [helper.make_node("Cast", [name], [f"{name}_{dtype}"], to=dtype) for name in SHAPES]
+    taken = {function.name: list(zip(inputs_of(function), function.dtypes, strict=True)) for function in functions}
+    for name, dtype in sorted(set(itertools.chain.from_iterable(taken.values()))):
+        nodes.append(helper.make_node("Cast", [name], [f"{name}_{dtype}"], to=dtype))
     for function in functions:
-        given = [f"{name}_{function.dtype}" for name in inputs_of(function)]
+        given = [f"{name}_{dtype}" for name, dtype in taken[function.name]]
         nodes.append(helper.make_node(function.name, given, [f"{function.name}_out"], domain=DOMAIN))
         nodes.append(helper.make_node("Cast", [f"{function.name}_out"], [function.name], to=TensorProto.FLOAT))
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in SHAPES.items()]
@@ -87,6 +100,8 @@ def model(functions: list[FusedGemm], *, bodies: bool) -> onnx.ModelProto:
 def feeds() -> dict[str, np.ndarray[Any, Any]]:
     g = np.random.default_rng(0)
     made = {name: g.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    made |= {name: 0.01 * made[name] for name in ("row", "col")}
+    made |= {name: np.rint(40 * made[name]).clip(-128, 127) for name in ("whole_a", "whole_b")}
     return made | {"a3": made["a"].reshape(SHAPES["a3"]), "residual3": made["residual"].reshape(SHAPES["residual3"])}
 
 
@@ -102,20 +117,71 @@ def test_every_operator_is_the_reference(library: Path) -> None:
     given = feeds()
     found = dict(zip((f.name for f in functions), session(made, options(library)).run(None, given), strict=True))
     for function in functions:
-        dtype = DTYPES[function.dtype]
-        rounded = {
-            name: torch.from_numpy(array).to(reference.TORCH_DTYPES[dtype]).double().numpy()
-            for name, array in given.items()
-        }
-        epilogue = EpilogueSpec(act=function.act, bias=function.bias, residual=function.residual, out_dtype=dtype)
-        spec = GemmSpec(m=M, n=N, k=K, in_dtype=dtype, epilogue=epilogue)
-        b = rounded["nt"].T if function.product == "gemm_nt" else rounded["nn"]
-        right = reference.gemm_numpy(spec, rounded["a"], b, bias=rounded["bias"], residual=rounded["residual"])
-        got = found[function.name]
-        assert got.shape == ((2, 3, N) if function.product == "matmul" else (M, N))
-        relative, step = reference.ROUNDING[dtype]
-        limit = relative * np.abs(right) + step + 1e-5
-        assert np.all(np.abs(got.reshape(M, N) - right) <= limit), function.name
+        right(function, found[function.name])
+
+
+def right(function: FusedGemm, got: np.ndarray[Any, Any]) -> None:
+    """Half a unit in the last place of the output's dtype, and 1e-5 of fp32 sums."""
+    rounded = {
+        name.rstrip("3"): torch.from_numpy(feeds()[name]).to(TORCH[dtype]).double().numpy()
+        for name, dtype in zip(inputs_of(function), function.dtypes, strict=True)
+    }
+    dtype = DTYPES[function.dtype]
+    operands = {"bias": "bias", "residual": "residual", "row_scale": "row", "col_scale": "col"}
+    there = {flag: name for flag, name in operands.items() if getattr(function, flag)}
+    epilogue = EpilogueSpec(act=function.act, out_dtype=dtype, **dict.fromkeys(there, True))
+    operand = OPERANDS[function.operand or function.dtype]
+    spec = GemmSpec(m=M, n=N, k=K, in_dtype=operand, epilogue=epilogue)
+    a, b = list(rounded.values())[:2]
+    a, b = a.reshape(M, K), b.T if function.product == "gemm_nt" else b
+    wanted = reference.gemm_numpy(
+        spec, a, b, **{flag: rounded[name].reshape(SHAPES[name]) for flag, name in there.items()}
+    )
+    assert got.shape == ((2, 3, N) if function.product == "matmul" else (M, N))
+    relative, step = reference.ROUNDING[dtype]
+    limit = relative * np.abs(wanted) + step + 1e-5
+    assert np.all(np.abs(got.reshape(M, N) - wanted) <= limit), function.name
+
+
+@pytest.mark.proof
+def test_products_with_scales_and_of_small_types_are_the_reference(library: Path) -> None:
+    """660 of them, as torch's export writes W8A8 and fp8: row and column scales, int8 (exact sums) and fp8 operands."""
+    pairs = [(None, row, col) for row, col in itertools.product((False, True), repeat=2) if row or col]
+    pairs += itertools.product((TensorProto.INT8, TensorProto.FLOAT8E4M3FN), (False, True), (False, True))
+    functions = [
+        FusedGemm(
+            product="gemm_nn", act=act, bias=b, residual=r, dtype=d, operand=operand, row_scale=row, col_scale=col
+        )
+        for (operand, row, col), act, b, r, d in itertools.product(pairs, ACTS, (False, True), (False, True), DTYPES)
+    ]
+    assert len(functions) == 660
+    results = session(model(functions, bodies=False), options(library)).run(None, feeds())
+    for function, got in zip(functions, results, strict=True):
+        right(function, got)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dtype", [TensorProto.INT8, TensorProto.FLOAT8E4M3FN])
+@pytest.mark.parametrize("source", DTYPES)
+def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, library: Path) -> None:
+    """Exact, with a row of zeros, one that holds a NaN and one of subnormal numbers."""
+    function = QuantizeRowwise(source=source, dtype=dtype)
+    nodes = [
+        helper.make_node("Cast", ["x"], ["narrow"], to=source),
+        helper.make_node(function.name, ["narrow"], ["q", "scales"], domain=DOMAIN),
+        helper.make_node("Cast", ["q"], ["values"], to=TensorProto.FLOAT),
+    ]
+    float_ = TensorProto.FLOAT
+    inputs = [helper.make_tensor_value_info("x", float_, [6, 37])]
+    outputs = [helper.make_tensor_value_info(name, float_, None) for name in ("values", "scales")]
+    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    x = np.random.default_rng(0).standard_normal((6, 37)).astype(np.float32) * 30
+    x[1], x[2, 7], x[3] = 0, np.nan, 1e-40
+    made = helper.make_model(graph, opset_imports=OPSETS, ir_version=10)
+    values, scales = session(made, options(library)).run(None, {"x": x})
+    q, scale = reference.quantize_rowwise_torch(torch.from_numpy(x).to(TORCH[source]), OPERANDS[dtype])
+    np.testing.assert_array_equal(values, q.float().numpy())  # a NaN equals a NaN
+    np.testing.assert_array_equal(scales, scale.numpy())
 
 
 @pytest.mark.proof
@@ -165,25 +231,59 @@ def test_the_command_builds_it_once(library: Path, monkeypatch: pytest.MonkeyPat
         assert "libaccel_onnxruntime.so" in result.output
 
 
+def opened(function: FusedGemm, folder: Path) -> OnnxRuntimeSession:
+    """accel's session of a model with one operator that has no body."""
+    onnx.save(model([function], bodies=False), folder / "model.onnx")
+    inputs = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in SHAPES.items())
+    signature = Signature(inputs, (TensorSpec(function.name, "float32", (M, N)),))
+    return OnnxRuntimeSession(Artifact(path=folder / "model.onnx", kind="onnx", signature=signature), SessionOptions())
+
+
+PLAIN = FusedGemm(product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT)
+
+
+@pytest.mark.proof
+def test_a_session_takes_the_library_that_the_environment_names(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ACCEL_ONNXRUNTIME_LIBRARY", raising=False)
+    with pytest.raises(AccelError, match="is not a registered function/op"):
+        opened(PLAIN, tmp_path)
+    monkeypatch.setenv("ACCEL_ONNXRUNTIME_LIBRARY", str(library))
+    with opened(PLAIN, tmp_path) as session:
+        right(PLAIN, session.run(feeds())[PLAIN.name])
+
+
+@pytest.mark.parametrize("content", [None, b"no library"])
+def test_a_wrong_library_in_the_environment_is_an_error(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is not None:
+        (tmp_path / "mine.so").write_bytes(content)
+    monkeypatch.setenv("ACCEL_ONNXRUNTIME_LIBRARY", str(tmp_path / "mine.so"))
+    with pytest.raises(BadConfig, match=r"ACCEL_ONNXRUNTIME_LIBRARY is .*mine\.so.*unset it") as caught:
+        opened(PLAIN, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_missing_headers_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedHere, match="pass the include folder of an ONNX Runtime release"):
         build_for_onnxruntime(tmp_path)
     result = CliRunner().invoke(command, ["build"])
     assert result.exit_code == 2
-    assert "--arch sm_90a, or --onnxruntime-include DIR" in result.output
+    assert "--arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR" in result.output
 
 
 @pytest.mark.proof
 def test_what_has_no_operator_is_still_inlined(library: Path) -> None:
-    """A product with scales beside a plain one, both with bodies: registering the library must not hide a body."""
+    """A product that has none beside one that has, both with bodies: registering the library must not hide a body."""
     plain = FusedGemm(product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT)
     scaled = FusedGemm(
-        product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT, col_scale=True
+        product="gemm_nt", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT, col_scale=True
     )
-    made = model([plain], bodies=True)
-    made.graph.node.append(helper.make_node(scaled.name, ["a", "nn", "bias", "bias"], [scaled.name], domain=DOMAIN))
-    made.graph.output.append(helper.make_tensor_value_info(scaled.name, TensorProto.FLOAT, None))
-    made.functions.append(scaled.function(20))
+    with pytest.raises(Exception, match=r"is not a registered function/op"):
+        session(model([scaled], bodies=False), options(library))
+    made = model([plain, scaled], bodies=True)
     for with_it, without in zip(
         session(made, options(library)).run(None, feeds()), session(made, options(None)).run(None, feeds()), strict=True
     ):

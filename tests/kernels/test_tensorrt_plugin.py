@@ -55,7 +55,7 @@ def test_the_ptx_assembles_and_takes_what_tensorrt_passes(bias: bool, residual: 
 @pytest.mark.proof
 def test_the_kernels_are_right_in_the_interpreter() -> None:
     found = interpret.run(case="plugin")
-    assert len(found) == 4
+    assert len(found) == 16
     assert {name for name, value in found.items() if not value <= 1} == set()
 
 
@@ -67,12 +67,47 @@ def test_what_reads_scratch_memory_is_no_plugin() -> None:
         without_scratch(ptx.replace("[k_param_0]", "[k_param_1]"), 1)
 
 
-def test_a_function_with_scales_has_no_plugin() -> None:
-    scaled = FusedGemm(
-        product="gemm_nn", act="none", bias=True, residual=False, dtype=TensorProto.FLOAT16, row_scale=True
-    )
-    with pytest.raises(UnsupportedHere, match="leave it unregistered"):
-        compile_kernel(scaled)
+def scaled(operand: int, **changed: Any) -> FusedGemm:
+    flags = {"bias": True, "residual": True, "row_scale": True, "col_scale": True, **changed}
+    return FusedGemm(product="gemm_nn", act="silu", dtype=TensorProto.FLOAT16, operand=operand, **flags)
+
+
+@pytest.mark.parametrize(
+    ("function", "arch", "word"),
+    [
+        (scaled(TensorProto.INT8), 80, "s8.s8"),
+        (scaled(TensorProto.INT8, bias=False, row_scale=False), 80, "s8.s8"),
+        (scaled(TensorProto.FLOAT8E4M3FN, residual=False), 89, "e4m3.e4m3"),
+        (scaled(TensorProto.FLOAT16, bias=False, residual=False, col_scale=False), 80, "f16.f16"),
+    ],
+)
+def test_products_with_scales_multiply_in_their_own_type(
+    function: FusedGemm, arch: int, word: str, tmp_path: Path
+) -> None:
+    kernel = compile_kernel(function, arch)
+    assert re.search(rf"mma\.sync\.\S*\.{re.escape(word)}\.", kernel.ptx)
+    entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
+    assert entry is not None
+    kinds = ["pointer" if ".u64" in line else "integer" for line in entry[2].split(",")]
+    assert kinds == ["pointer"] * len(function.dtypes) + ["integer"] * 3 + ["pointer"]
+    source = tmp_path / "kernel.ptx"
+    source.write_text(kernel.ptx)
+    for name in (f"sm_{arch}", "sm_90", "sm_120"):
+        subprocess.run([PTXAS, f"-arch={name}", source, "-o", tmp_path / "kernel.cubin"], check=True)
+
+
+def test_fp8_has_no_plugin_where_it_has_no_products() -> None:
+    with pytest.raises(UnsupportedHere, match=r"pass arch=89 .*leave it unregistered"):
+        compile_kernel(scaled(TensorProto.FLOAT8E4M3FN))
+
+
+def test_the_output_of_int8_has_its_own_type(registered: dict[str, Any]) -> None:
+    name = register(scaled(TensorProto.INT8))
+    inputs = (Descriptor(150, 96), Descriptor(96, 130), Descriptor(130), Descriptor(150), Descriptor(130))
+    out = registered[f"{name} shapes"](*inputs, Descriptor(150, 130))
+    assert (out.shape_expr, out.dtype) == ([150, 130], "HALF")
+    names = ["a", "b", "bias", "row_scale", "col_scale", "residual"]
+    assert list(inspect.signature(registered[f"{name} shapes"]).parameters) == names
 
 
 def test_without_tensorrt_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +121,7 @@ class Descriptor:
 
     def __init__(self, *shape: int) -> None:
         self.shape_expr = list(shape)
+        self.dtype = "that of a"
 
     def like(self) -> Descriptor:
         return Descriptor(*self.shape_expr)
@@ -115,7 +151,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     )
     package = ModuleType("tensorrt")
     package.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
-    package.__dict__["plugin"] = plugin
+    package.__dict__.update(plugin=plugin, float16="HALF")
     monkeypatch.setitem(sys.modules, "tensorrt", package)
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", plugin)
     return kept
@@ -130,7 +166,7 @@ def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
     b = Descriptor(130, 96) if product == "gemm_nt" else Descriptor(96, 130)
     inputs = (a, b, Descriptor(130), Descriptor(*a.shape_expr[:-1], 130))
     out = registered[f"{name} shapes"](*inputs)
-    assert out.shape_expr == [*a.shape_expr[:-1], 130]
+    assert (out.shape_expr, out.dtype) == ([*a.shape_expr[:-1], 130], "that of a")
     # TensorRT reads the inputs from the signatures, and refuses a kernel's without these two and the four results.
     names = ["a", "b", "bias", "residual"]
     shapes, launched = (inspect.signature(registered[f"{name} {what}"]) for what in ("shapes", "kernel"))

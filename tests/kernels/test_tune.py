@@ -228,7 +228,7 @@ def test_what_a_layer_asks_for_is_among_what_is_tuned(monkeypatch: pytest.Monkey
         seen.append(spec)
         return tune.Tuned(key=key_of(spec, DEVICE), entry=None, timed={}, refused={})
 
-    monkeypatch.setattr(tune, "tune_gemm", tuned_one)
+    monkeypatch.setattr(tune, "tune", tuned_one)
     words = ["tune", "--shape", "64x40x56", "--dtype", "fp16", "--dtype", "int8", "--act", "silu"]
     assert CliRunner().invoke(command, words).exit_code == 0
     made = {key_of(spec, DEVICE).text for spec in seen}
@@ -244,6 +244,82 @@ def test_what_a_layer_asks_for_is_among_what_is_tuned(monkeypatch: pytest.Monkey
             assert key_of(spec, DEVICE).text in made, spec
     wrong = CliRunner().invoke(command, [*words, "--add", "biases"])
     assert isinstance(wrong.exception, UnknownName)
+
+
+GEOMETRY = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
+def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
+    """More than 256 output pixels, so that only some are looked at. The CPU's result passes; another padding, an
+    operand left out, an element of the last pixel that is no number, and a wrong shape don't."""
+    shape = ConvSpec(images=3, height=17, width=12, c_in=5, c_out=7, **GEOMETRY)
+    for spec in tune.conv_specs([dtype], ["silu"], [shape], added=("bias+residual",)):
+        operands = tune.operands_for(spec, torch.device("cpu"))
+        x, w, given_ = operands
+        right = dispatch.run_conv2d(spec, x, w, given_)
+        assert tune.largest_error(spec, operands, right) <= 1
+        for name in spec.epilogue.operands:
+            without = {**given_, name: torch.ones_like(given_[name]) if "scale" in name else given_[name] * 0}
+            assert tune.largest_error(spec, operands, dispatch.run_conv2d(spec, x, w, without)) > 1, name
+        moved = torch.roll(x.float(), 1, 2).to(x.dtype)
+        assert tune.largest_error(spec, operands, dispatch.run_conv2d(spec, moved, w, given_)) > 1
+        last = right.clone()
+        last[-1, -1, -1, -1] = float("nan")
+        assert tune.largest_error(spec, operands, last) == float("inf")
+        assert tune.largest_error(spec, operands, right.permute(0, 3, 1, 2)) == float("inf")
+
+
+def test_the_patches_are_those_of_unfold() -> None:
+    spec = ConvSpec(images=2, height=7, width=6, c_in=5, c_out=1, **GEOMETRY, in_dtype="fp32")
+    x = torch.randn(2, 7, 6, 5, generator=torch.Generator().manual_seed(0))
+    sizes = {("kernel_size" if name == "kernel" else name): pair for name, pair in GEOMETRY.items()}
+    unfolded = torch.nn.functional.unfold(x.permute(0, 3, 1, 2), **sizes)  # channels first, then taps
+    wanted = unfolded.reshape(2, 5, 6, -1).permute(0, 3, 2, 1).reshape(spec.gemm.m, spec.gemm.k)
+    rows = torch.tensor([0, 3, spec.gemm.m - 1])
+    assert torch.equal(tune.patches(spec, x, rows), wanted[rows])
+
+
+def test_every_way_to_a_convolution_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ConvSpec(images=2, height=8, width=8, c_in=16, c_out=24, kernel=(3, 3), padding=(1, 1))
+    sets = tune.rotated_operands(spec, torch.device("cpu"))
+    assert 2 <= len(sets) <= 64
+    monkeypatch.setattr(dispatch, "native_names", lambda _capability: {"im2col", "sm80_fp16_streamk_64x64"})
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    names = [candidate.name for candidate in tune.candidates_for(spec, sets, (8, 0))]
+    assert names == ["conv2d_128x64", "conv2d_64x64", "im2col"]
+
+
+def test_a_convolution_that_was_tuned_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--conv`` and what a layer asks for have one key; a product's --shape alone tunes no convolution."""
+    seen: list[GemmSpec | ConvSpec] = []
+
+    def tuned_one(spec: GemmSpec | ConvSpec, _table: Table) -> tune.Tuned:
+        seen.append(spec)
+        return tune.Tuned(key=key_of(spec, DEVICE), entry=None, timed={}, refused={})
+
+    monkeypatch.setattr(tune, "tune", tuned_one)
+    words = ["tune", "--conv", "2x9x8x5,7,3x2,2,1x0", "--act", "relu", "--dtype", "fp16", "--dtype", "int8"]
+    result = CliRunner().invoke(command, [*words, "--json", "--quiet"])
+    assert result.exit_code == 0, result.output
+    assert "conv2d 3x2 2x2 1x0 1x1" in result.output
+    made = {key_of(spec, DEVICE).text for spec in seen}
+    assert len(made) == len(seen) == 9
+    x, w = torch.ones(2, 9, 8, 5, dtype=torch.float16), torch.ones(7, 3, 2, 5, dtype=torch.float16)
+    geometry = ((2, 2), (1, 0), (1, 1))
+    bias = torch.ones(7)
+    for operands in ({}, {"bias": bias}, {"bias": bias, "residual": torch.ones(2, 5, 4, 7, dtype=torch.float16)}):
+        assert key_of(problem.conv_spec(x, w, operands, geometry, "relu", None), DEVICE).text in made
+        scaled = operands | {"col_scale": bias}
+        spec = problem.conv_spec(x.to(torch.int8), w.to(torch.int8), scaled, geometry, "relu", torch.bfloat16)
+        assert key_of(spec, DEVICE).text in made
+    seen.clear()
+    assert CliRunner().invoke(command, ["tune", "--add", "bias"]).exit_code == 0  # the table is drawn, too
+    kinds = [type(spec) for spec in seen]
+    assert (kinds.count(GemmSpec), kinds.count(ConvSpec)) == (30, 8)
+    for wrong in ("8x56x56,64,3", "8x56x56x64,64", "8x56x56x64,64,3x3x3", "8x56x56x64,64,3,1,1,1,1", "x"):
+        refused = CliRunner().invoke(command, ["tune", "--conv", wrong])
+        assert isinstance(refused.exception, UnknownName), wrong
 
 
 def test_without_a_gpu_one_line_says_so() -> None:

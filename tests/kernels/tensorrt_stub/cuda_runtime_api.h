@@ -1,0 +1,3 @@
+// The one name of CUDA that the stub beside this file uses.
+#pragma once
+typedef struct CUstream_st* cudaStream_t;
