@@ -133,7 +133,8 @@ def layouts(
             "recompute": _recompute(spec, fixed),
             "replicate": _asked(fixed, "replicate", replicas),
             "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
-            "offload": _asked(fixed, "offload", (False, True)),
+            # Of a model in one number nothing says how much is gathered at once.
+            "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
         }
         for values in product(*choices.values()):
             varied: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, **dict(zip(choices, values, strict=True))}
