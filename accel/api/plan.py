@@ -61,18 +61,19 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
         accumulation=config.accumulation(world),
         recompute=p.recompute,
         pipeline=p.pipeline,
+        offload=p.offload,
     )
 
 
 def search_for_config(
     config: TrainConfig, machine: Machine, world: int, fixed: Mapping[str, Any] | None = None
 ) -> list[Plan]:
-    """Every layout of the config's model and global batch that fits and is as ``fixed`` says, fastest first. Replicas,
-    ZeRO++ and sequence parallel, which aren't searched, stay as the config has them."""
+    """Every layout of the config's model and global batch that fits and is as ``fixed`` says, fastest first. Where the
+    config asks for replicas, ZeRO++, offload or no sequence parallel, they stay as it has them."""
     p, usual = config.parallel, type(config.parallel)()
     kept = {
         name: getattr(p, name)
-        for name in ("replicate", "hpz", "qwz", "qgz", "sequence_parallel")
+        for name in ("replicate", "hpz", "qwz", "qgz", "offload", "sequence_parallel")
         if getattr(p, name) != getattr(usual, name)
     }
     found = search(
@@ -118,6 +119,7 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
             pipeline=layout.pipeline,
             recompute=layout.recompute,
             replicate=layout.replicate,
+            offload=layout.offload,
         ),
     )
 

@@ -14,7 +14,7 @@ from accel.errors import BadConfig
 if TYPE_CHECKING:
     from accel.cli import Output
     from accel.plan.search import Plan
-    from accel.plan.spec import Machine, ModelSpec
+    from accel.plan.spec import Layout, Machine, ModelSpec
     from accel.train.config import TrainConfig
 
 
@@ -27,6 +27,10 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
         from accel.plan.spec import quantity
 
         return quantity(value) if isinstance(value, str) else float(value)
+
+
+# What is asked for or not.
+_EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 
 
 @click.command("plan")
@@ -52,12 +56,15 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
 @click.option("--hpz", type=int, default=0, help="ZeRO++: ranks that hold a second shard of the parameters.")
 @click.option("--qwz", is_flag=True, help="ZeRO++: gather parameters as int8.")
 @click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int8.")
+@click.option("--replicate", type=int, help="Replicas of the group that ZeRO shards over (HSDP).")
+@click.option("--offload", is_flag=True, help="CPU offload: what ZeRO shards is kept on the host.")
 @click.option("--inference", is_flag=True, help="Weights and KV cache instead of training.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, to infer.")
 @click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. Lists every layout that fits, fastest first.")
 @click.option("--flops", type=Quantity(), help="FLOP/s a rank sustains: 400T.")
 @click.option("--bandwidth", type=Quantity(), help="Bytes/s a rank sends between nodes: 40G.")
 @click.option("--node-bandwidth", type=Quantity(), help="Bytes/s a rank sends inside its node: 300G.")
+@click.option("--host-bandwidth", type=Quantity(), help="Bytes/s a rank copies from or to its host: 25G.")
 @click.option("--node-size", type=int, help="Ranks a node: 8.")
 @click.option("--choose", type=click.IntRange(1), default=1, show_default=True, help="Which of the list --out writes.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the training config of the layout (TOML).")
@@ -67,7 +74,7 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
 
     CONFIG is a training config (TOML); or describe the model with --params, or --layers, --hidden, --heads, --vocab
     and --seq. With --hbm every layout that fits is listed, fastest first; --zero, --tp, --micro-batch and so on then
-    leave only those that have them so.
+    leave only those that have them so. What rounds more (--qwz, --qgz) is listed only where it is asked for.
     """
     machine = _machine(given)
     base = _config(config, given)
@@ -127,7 +134,7 @@ def _spec(base: TrainConfig | None, given: dict[str, Any]) -> ModelSpec:
 def _machine(given: dict[str, Any]) -> Machine:
     from accel.plan.spec import Machine
 
-    names = ("flops", "bandwidth", "node_bandwidth", "node_size", "hbm")
+    names = ("flops", "bandwidth", "node_bandwidth", "host_bandwidth", "node_size", "hbm")
     return Machine(**{name: given[name] for name in names if given[name] is not None})
 
 
@@ -135,7 +142,7 @@ def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, worl
     from accel.api.plan import layout_of_config, plan
     from accel.plan.spec import Layout
 
-    extra = {name: given[name] for name in ("hpz", "qwz", "qgz") if given[name]}
+    extra = {name: given[name] for name in _EXTRA if given[name]}
     if base is not None:
         return plan(_spec(base, given), replace(layout_of_config(base, world), **extra), machine)
     names = ("zero", "tp", "pp", "cp", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
@@ -158,7 +165,7 @@ def _search(base: TrainConfig | None, given: dict[str, Any], machine: Machine, w
 
     names = ("zero", "tp", "pp", "cp", "micro_batch", "recompute")
     fixed = {name: given[name] for name in names if given[name] is not None}
-    fixed |= {name: given[name] for name in ("hpz", "qwz", "qgz") if given[name]}
+    fixed |= {name: given[name] for name in _EXTRA if given[name]}
     if base is not None:
         return search_for_config(base, machine, world, fixed)
     return search(
@@ -204,7 +211,8 @@ def _assumptions(machine: Machine, plan: Plan) -> list[str]:
     said = [
         f"{machine.flops / 1e12:g} TFLOP/s a rank, {machine.node_bandwidth / 1e9:g} GB/s inside a node of "
         f"{machine.node_size}, "
-        f"{machine.bandwidth / 1e9:g} GB/s between nodes",
+        f"{machine.bandwidth / 1e9:g} GB/s between nodes"
+        + (f", {machine.host_bandwidth / 1e9:g} GB/s to the host" if plan.layout.offload else ""),
         "data-parallel traffic is hidden behind compute where it fits, tensor- and context-parallel traffic is not",
     ]
     if plan.memory.activations is None:
@@ -216,6 +224,16 @@ def _size(value: float | None) -> str:
     return "unknown" if value is None else f"{value / 1e9:9.3f} GB  {value / 2**30:9.3f} GiB"
 
 
+def _more(layout: Layout, before: str = "") -> str:
+    """What a layout has beside the axes and the stage."""
+    said = [
+        *([f"{layout.replicate} replicas"] if layout.replicate > 1 else []),
+        *([f"hpZ {layout.hpz}"] if layout.hpz else []),
+        *(name for name, there in (("qwZ", layout.qwz), ("qgZ", layout.qgz), ("offload", layout.offload)) if there),
+    ]
+    return before + ", ".join(said) if said else ""
+
+
 def _words(plan: Plan, machine: Machine) -> str:
     m, layout, t = plan.memory, plan.layout, plan.time
     sent = ", ".join(f"{axis} {size / 1e9:.3f} GB" for axis, size in plan.sent.items() if size) or "nothing"
@@ -223,7 +241,7 @@ def _words(plan: Plan, machine: Machine) -> str:
         f"{plan.spec.params / 1e9:.4g} B parameters, {layout.precision}, {layout.optimizer}, on {layout.world} ranks: "
         f"ZeRO {layout.zero}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, dp {layout.dp}, "
         f"micro-batch {layout.micro_batch} x "
-        f"{layout.accumulation}",
+        f"{layout.accumulation}{_more(layout, ', ')}",
         "each rank holds",
         f"  parameters   {_size(m.parameters)}",
         f"  gradients    {_size(m.gradients)}",
@@ -232,6 +250,7 @@ def _words(plan: Plan, machine: Machine) -> str:
         f"  activations  {_size(m.activations)}",
         f"  temporary    {_size(m.temporary)}",
         f"  together     {_size(m.total)}",
+        *([f"  on its host  {_size(m.host)}"] if layout.offload else []),
         f"each rank sends in a step: {sent}",
     ]
     if plan.spec.seq or plan.spec.flops:
@@ -245,14 +264,14 @@ def _table(found: list[Plan], chosen: Plan, machine: Machine) -> Any:
 
     table = Table(title=f"{len(found)} layouts fit in {machine.hbm / 1e9:g} GB, fastest first")
     axes = ("tp", "pp", "cp", "dp")
-    for name in ("", *axes, "ZeRO", "micro", "x", "recompute", "GB a rank", "GB sent", "s a step", "bubble"):
+    for name in ("", *axes, "ZeRO", "micro", "x", "recompute", "more", "GB a rank", "GB sent", "s a step", "bubble"):
         table.add_column(name, justify="right")
     for number, plan in enumerate(found[:20], 1):
         layout = plan.layout
         row = (
             f"{'*' if plan is chosen else ''}{number}",
             *(getattr(layout, axis) for axis in axes),
-            *(layout.zero, layout.micro_batch, layout.accumulation, layout.recompute),
+            *(layout.zero, layout.micro_batch, layout.accumulation, layout.recompute, _more(layout)),
             f"{plan.memory.total / 1e9:.2f}",
             f"{sum(plan.sent.values()) / 1e9:.3f}",
             f"{plan.time.step:.4g}",

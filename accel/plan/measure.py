@@ -99,7 +99,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, leave_out: Any = ()) -> None:
         self.bytes = 0
-        self._known: set[int] = {value.untyped_storage()._cdata for value in leave_out}
+        self._known: set[int] = {_plain(value).untyped_storage()._cdata for value in leave_out}
         self._alive: list[Any] = []
         super().__init__(self._pack, self._unpack)
 
@@ -108,7 +108,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _pack(self, value: torch.Tensor) -> torch.Tensor:
-        storage = value.untyped_storage()
+        storage = _plain(value).untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
             self._alive.append(storage)  # so that its address is not given to another one
@@ -118,6 +118,14 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     @staticmethod
     def _unpack(value: torch.Tensor) -> torch.Tensor:
         return value
+
+
+def _plain(value: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, what a collective under way is to give; any other tensor itself."""
+    while (inner := getattr(value, "_local_tensor", getattr(value, "elem", None))) is not None:
+        value = inner
+    found: torch.Tensor = value
+    return found
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -14,7 +14,8 @@ from accel.plan.spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the rank that holds most. ``activations`` is None where the model's shape isn't known."""
+    """Bytes on the device of the rank that holds most, and with CPU offload on its ``host``. ``activations`` is None
+    where the model's shape isn't known."""
 
     parameters: float
     gradients: float
@@ -22,6 +23,7 @@ class Memory:
     activations: float | None
     temporary: float
     kv_cache: float = 0.0
+    host: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -36,14 +38,16 @@ class Memory:
 
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
     """Parameters on a rank of the fullest pipeline stage before ZeRO shards them: P / t on a single stage, else
-    (ceil(L / p) layers + the embedding) / t, since the first stage keeps the embedding and the last the head."""
+    (ceil(L / p) layers + the embedding) / t, since the first stage keeps the embedding and the last the head. Of a
+    vocabulary that t doesn't divide the first ranks hold a row more: ceil(V / t)."""
+    more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
-        return spec.params / layout.tp
+        return spec.params / layout.tp + more
     if not spec.layers:
         raise BadConfig("pipeline stages are cut between layers; pass --layers with --pp")
     if layout.pp > spec.layers:
         raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller --pp")
-    return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp
+    return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp + more
 
 
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
@@ -59,6 +63,20 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     state = master + MOMENTS[layout.optimizer] * moment
     hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # ZeRO++ section 3.2: a second shard within the group
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
+
+
+def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
+    """Bytes of parameters and gradients on the device, and of everything that is on the host, under CPU offload.
+
+    Shards of parameters, gradients and optimizer states are on the host, where the optimizer steps. What a stage keeps
+    whole through a step is on the device: at 1 and 2 the gathered parameters, at 1 the gradients that add up.
+    """
+    weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
+    psi = stage_params(spec, layout)
+    state = master + MOMENTS[layout.optimizer] * moment
+    host = (weight + gradient + state) * psi / layout.shards
+    second = weight * psi / layout.hpz if layout.hpz else 0.0
+    return weight * psi if layout.zero < 3 else second, gradient * psi if layout.zero == 1 else 0.0, host
 
 
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
@@ -141,12 +159,17 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
     """What a rank holds while it trains."""
     parameters, gradients, optimizer = model_states(spec, layout)
+    host = 0.0
+    if layout.offload:
+        optimizer = 0.0
+        parameters, gradients, host = offloaded(spec, layout)
     return Memory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations(spec, layout),
         temporary=temporary(spec, layout),
+        host=host,
     )
 
 

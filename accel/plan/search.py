@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from accel.errors import BadConfig
 from accel.plan.memory import Memory, training_memory
 from accel.plan.spec import Layout, Machine, ModelSpec
-from accel.plan.traffic import StepTime, bubble, flops, step_time, traffic
+from accel.plan.traffic import StepTime, bubble, flops, host_bytes, step_time, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +69,15 @@ class Plan:
             "temporary_bytes_per_rank": round(m.temporary),
             "kv_cache_bytes_per_rank": round(m.kv_cache),
             "total_bytes_per_rank": round(m.total),
+            "host_bytes_per_rank": round(m.host),
             "communication_bytes_per_step": round(sum(self.sent.values())),
             "communication_bytes_per_step_by_axis": {axis: round(sent) for axis, sent in self.sent.items()},
             "flops_per_step": flops(self.spec, self.layout) if timed else None,
             "step_seconds": t.step if timed else None,
             "compute_seconds": t.compute if timed else None,
             "communication_seconds": {"dp": t.dp, "tp": t.tp, "pp": t.pp, "cp": t.cp},
+            "host_bytes_copied_per_step": round(host_bytes(self.spec, self.layout)),
+            "host_seconds": t.host,
             "bubble_fraction": bubble(self.layout),
             "samples_per_second": self.layout.global_batch / t.step if timed else None,
             "fits": self.fits,
@@ -90,6 +94,11 @@ class Plan:
                 "accumulation": self.layout.accumulation,
                 "recompute": self.layout.recompute,
                 "pipeline": self.layout.pipeline,
+                "replicate": self.layout.replicate,
+                "hpz": self.layout.hpz,
+                "qwz": self.layout.qwz,
+                "qgz": self.layout.qgz,
+                "offload": self.layout.offload,
             },
         }
 
@@ -106,59 +115,79 @@ def layouts(
     fixed: Mapping[str, Any],
 ) -> Iterator[Layout]:
     """Every layout of ``world`` ranks that divides the model and the batch: tp or cp within a node, pp within the
-    layers, micro-batches in powers of two. ZeRO 3 is left out of pipelines: it would gather for every micro-batch.
+    layers, micro-batches in powers of two; ZeRO over all data-parallel ranks or in replicas of a node each (HSDP), with
+    a second shard in the node (hpZ) or not, on the device or the host. ZeRO 3 is left out of pipelines: it would gather
+    for every micro-batch. What rounds (qwZ, qgZ) is only there where it is asked for.
     ``fixed``: fields of ``Layout`` that are to be just so."""
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
             continue
         each = global_batch // dp
+        node = machine.node_size // (tp * cp) * cp  # data-parallel ranks of a node
+        replicas = (1, dp * cp // node) if node > 1 and dp * cp % node == 0 else (1,)
         asked = fixed.get("micro_batch", 0)
-        for micro in [asked] if asked > 0 and each % asked == 0 else _powers(each):
-            for zero in (0, 1, 2, 3) if pp == 1 else (0, 1, 2):
-                for recompute in _recompute(spec, fixed):
-                    varied: dict[str, Any] = {"zero": zero, "tp": tp, "pp": pp, "cp": cp}
-                    varied |= {"micro_batch": micro, "recompute": recompute}
-                    kept = {name: value for name, value in fixed.items() if name not in varied}
-                    if any(varied[name] != value for name, value in fixed.items() if name in varied):
-                        continue
-                    if not _holds(kept, zero, dp * cp):
-                        continue
-                    yield Layout(
-                        world=world,
-                        precision=precision,
-                        optimizer=optimizer,
-                        pipeline=pipeline,
-                        accumulation=each // micro,
-                        **varied,
-                        **kept,
-                    )
+        choices: dict[str, Iterable[Any]] = {
+            "micro_batch": [asked] if asked > 0 and each % asked == 0 else _powers(each),
+            "zero": (0, 1, 2, 3) if pp == 1 else (0, 1, 2),
+            "recompute": _recompute(spec, fixed),
+            "replicate": _asked(fixed, "replicate", replicas),
+            "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
+            # Of a model in one number nothing says how much is gathered at once.
+            "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
+        }
+        for values in product(*choices.values()):
+            varied: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, **dict(zip(choices, values, strict=True))}
+            kept = {name: value for name, value in fixed.items() if name not in varied}
+            if any(varied[name] != value for name, value in fixed.items() if name in varied):
+                continue
+            if _holds(varied | kept, dp * cp) and _fills(pipeline, pp, each // varied["micro_batch"]):
+                yield Layout(
+                    world=world,
+                    precision=precision,
+                    optimizer=optimizer,
+                    pipeline=pipeline,
+                    accumulation=each // varied["micro_batch"],
+                    **varied,
+                    **kept,
+                )
+
+
+def _fills(pipeline: str, pp: int, batches: int) -> bool:
+    """Whether so many micro-batches keep the stages busy, in rounds that ``pipeline`` can take."""
+    return pp == 1 or (batches >= pp and not (pipeline == "interleaved" and batches % (batches // pp)))
+
+
+def _asked(fixed: Mapping[str, Any], name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What ``name`` may be: as it is asked for, else each of ``usual`` once."""
+    return (fixed[name],) if name in fixed else tuple(dict.fromkeys(usual))
 
 
 def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
     if not spec.is_transformer:
         return ("none",)
-    return (fixed["recompute"],) if "recompute" in fixed else ("none", "full")
+    return _asked(fixed, "recompute", ("none", "selective", "full"))
 
 
-def _holds(kept: Mapping[str, Any], zero: int, ranks: int) -> bool:
-    """Whether hybrid sharding and ZeRO++ as in ``kept`` can be on so many data-parallel ``ranks`` at stage ``zero``."""
-    replicate, hpz = kept.get("replicate", 1), kept.get("hpz", 0)
-    if ranks % replicate:
+def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
+    """Whether hybrid sharding, offload and ZeRO++ as in ``kind`` can be on so many data-parallel ``ranks``."""
+    zero, replicate, hpz = kind["zero"], kind["replicate"], kind["hpz"]
+    if replicate < 1 or ranks % replicate or (zero == 0 and (kind["offload"] or replicate > 1)):
         return False
     shards = ranks // replicate
+    if shards == 1 and replicate > 1:  # that is ZeRO 0
+        return False
     if hpz and (shards % hpz or not 1 < hpz < shards):
         return False
-    return zero == 3 or not (hpz or kept.get("qwz") or kept.get("qgz"))
+    plusplus = hpz or kind.get("qwz") or kind.get("qgz")
+    return not plusplus or (zero == 3 and kind["tp"] * kind["cp"] == 1)
 
 
 def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, cp) that divide the ranks and the model."""
     near = min(world, machine.node_size)
     for tp in range(1, near + 1):
-        if world % tp or (
-            tp > 1 and (not spec.is_transformer or spec.heads % tp or spec.kv_heads % tp or spec.vocab % tp)
-        ):
+        if world % tp or (tp > 1 and (not spec.is_transformer or spec.heads % tp or spec.kv_heads % tp)):
             continue
         for pp in range(1, min(world // tp, max(1, spec.layers if spec.is_transformer else 1)) + 1):
             if world % (tp * pp) == 0 and not (spec.layers and spec.layers % pp):
@@ -184,7 +213,8 @@ def search(
     pipeline: str = "1f1b",
     fixed: Mapping[str, Any] | None = None,
 ) -> list[Plan]:
-    """The layouts that fit ``machine.hbm`` bytes a rank, fastest first; of equals the one that leaves most memory.
+    """The layouts that fit ``machine.hbm`` bytes a rank, fastest first; of equals one that recomputes nothing, then the
+    one that leaves most memory.
     ``fixed``: fields of ``Layout`` (``zero``, ``tp``, ``hpz``, ...) that every one of them is to have just so.
 
     Raises ``BadConfig`` with the least that any layout needs, where none fits.
@@ -221,7 +251,8 @@ def search(
             f"{least / 1e9:.4g} GB of the "
             f"{machine.usable / 1e9:.4g} GB that may be filled; use more ranks or a smaller global batch"
         )
-    return sorted(fitting, key=lambda plan: (plan.time.step, plan.memory.total))
+    # Elementwise work that runs again costs a little that is not in the estimate.
+    return sorted(fitting, key=lambda plan: (plan.time.step, plan.layout.recompute != "none", plan.memory.total))
 
 
 def _powers(largest: int) -> Iterator[int]:

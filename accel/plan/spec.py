@@ -114,7 +114,7 @@ class Layout:
     ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding).
     ``hpz``: ranks that hold a second shard of the parameters, so that the backward gather stays among them (ZeRO++);
     ``qwz``/``qgz``: weight gathers and gradient reduction in int8 (ZeRO++). ``sequence_parallel`` cuts what tensor
-    parallel would replicate along the sequence.
+    parallel would replicate along the sequence. ``offload``: what ZeRO shards is kept on the host (CPU offload).
     """
 
     world: int
@@ -134,6 +134,7 @@ class Layout:
     hpz: int = 0
     qwz: bool = False
     qgz: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         _choice("precision", self.precision, PRECISIONS)
@@ -157,6 +158,10 @@ class Layout:
             raise BadConfig(f"{self.dp * self.cp} data-parallel ranks don't divide into {self.replicate} replicas")
         if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
             raise BadConfig("hpZ, qwZ and qgZ change the gathers of ZeRO 3; pass --zero 3 with them")
+        if (self.hpz or self.qwz or self.qgz) and self.tp * self.cp > 1:
+            raise BadConfig("ZeRO++ works over data-parallel ranks alone; use tp 1 and cp 1 with hpZ, qwZ and qgZ")
+        if self.offload and self.zero == 0:
+            raise BadConfig("CPU offload keeps shards on the host, and ZeRO 0 has none; pass --zero 3 with it")
         if self.hpz and self.shards % self.hpz:
             raise BadConfig(f"{self.shards} data-parallel ranks don't divide into groups of {self.hpz} for hpZ")
 
@@ -178,7 +183,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A cluster: ``flops`` a rank sustains (FLOP/s), bytes/s a rank sends inside its node and between nodes.
+    """A cluster: ``flops`` a rank sustains (FLOP/s), bytes/s a rank sends inside its node, between nodes, and copies
+    from or to its host.
 
     The defaults are assumptions of the size of an 8-GPU node of 2023; a plan repeats the ones it used.
     """
@@ -186,12 +192,13 @@ class Machine:
     flops: float = 400e12
     node_bandwidth: float = 300e9
     bandwidth: float = 40e9
+    host_bandwidth: float = 25e9
     node_size: int = 8
     hbm: float = 0.0
     reserve: float = 0.06
 
     def __post_init__(self) -> None:
-        for name in ("flops", "node_bandwidth", "bandwidth", "node_size"):
+        for name in ("flops", "node_bandwidth", "bandwidth", "host_bandwidth", "node_size"):
             if getattr(self, name) <= 0:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it has to be more than 0")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.plan.memory import stage_params
+from accel.plan.memory import offloaded, stage_params
 from accel.plan.spec import PRECISIONS, Layout, Machine, ModelSpec
 
 # Bytes a value of ZeRO++'s int8 blocks (accel.train.quantized_comm): a code, and one float32 scale for 256 of them. A
@@ -22,7 +22,13 @@ def ring(size: float, ranks: int) -> float:
 
 
 def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes a rank sends over dp in a step.
+    """Bytes a rank sends over dp in a step: the sum of ``data_parallel_parts``."""
+    return sum(size for size, _ in data_parallel_parts(spec, layout))
+
+
+def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, int]]:
+    """What a rank sends over dp in a step: bytes, and how many ranks lie between the first and the last of those that
+    they go to, both counted (a node holds so many or not).
 
     Psi bytes of gradients are all-reduced at ZeRO 0 (2 Psi); ZeRO 1 scatters them and gathers the parameters once
     (2 Psi); ZeRO 2 scatters after every micro-batch, so that full gradients are never kept (m + 1) Psi; ZeRO 3 gathers
@@ -35,16 +41,19 @@ def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
     m, n = layout.accumulation, layout.shards
+    near, far = n * layout.tp, n * layout.replicate * layout.tp
     if layout.zero == 0:
-        return 2 * ring(gradient * psi, n * layout.replicate)
-    between = 2 * ring(gradient * psi / n, layout.replicate)
+        return [(2 * ring(gradient * psi, n * layout.replicate), far)]
+    reductions = m if layout.zero > 1 else 1
+    between = (reductions * 2 * ring(gradient * psi / n, layout.replicate), far)
     if layout.zero < 3:
-        return (ring(gradient * psi, n) + between) * (m if layout.zero == 2 else 1) + ring(weight * psi, n)
-    forward = ring((QUANTIZED if layout.qwz else wire) * psi, n)
+        return [(reductions * ring(gradient * psi, n) + ring(weight * psi, n), near), between]
+    gathered = QUANTIZED if layout.qwz else wire
     again = psi - spec.outside / layout.tp
-    backward = ring(wire * again, layout.hpz) if layout.hpz else ring((QUANTIZED if layout.qwz else wire) * again, n)
-    reduction = ring((QUANTIZED if layout.qgz else gradient) * psi, n)
-    return m * (forward + backward + reduction + between)
+    forward = m * ring(gathered * psi, n)
+    backward = m * (ring(wire * again, layout.hpz) if layout.hpz else ring(gathered * again, n))
+    reduction = m * ring((QUANTIZED if layout.qgz else gradient) * psi, n)
+    return [(forward, near), (backward, layout.hpz * layout.tp or near), (reduction, near), between]
 
 
 def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
@@ -97,6 +106,18 @@ def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
     }
 
 
+def host_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes a rank copies between its host and its device in a step under CPU offload: its shard of the parameters for
+    every gather (one at ZeRO 1 and 2, two a micro-batch at 3), its shard of the gradients after every reduction."""
+    if not layout.offload:
+        return 0.0
+    weight, gradient, *_ = PRECISIONS[layout.precision]
+    shard = stage_params(spec, layout) / layout.shards
+    m = layout.accumulation
+    gathers = 1 if layout.zero < 3 else m if layout.hpz else 2 * m
+    return shard * (weight * gathers + gradient * (1 if layout.zero == 1 else m))
+
+
 def bubble(layout: Layout) -> float:
     """The part of a step in which a stage waits: (p - 1) / (m + p - 1) for GPipe and 1F1B, with v chunks
     (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2), none for the zero-bubble schedule as its authors
@@ -132,6 +153,7 @@ class StepTime:
     tp: float
     pp: float
     cp: float
+    host: float
     bubble: float
     step: float
 
@@ -139,30 +161,35 @@ class StepTime:
 def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """An estimate: compute at ``machine.flops`` a rank, stretched by the bubble; tensor- and context-parallel traffic
     added to it (nothing hides it); data-parallel traffic hidden behind compute where it fits, one micro-batch of
-    pipeline traffic seen.
+    pipeline traffic seen. Under CPU offload, what is copied to and from the host and what the optimizer reads and
+    writes there (everything that it holds, once each way) are added at the speed of the copies.
 
-    Tensor- and context-parallel ranks are neighbours; an axis that reaches beyond a node goes at the speed between
-    nodes.
+    Tensor- and context-parallel ranks are neighbours, then come the ranks of a shard group, then the replicas; what
+    reaches beyond a node goes at the speed between nodes.
     """
     sent = traffic(spec, layout)
     near, far = machine.node_bandwidth, machine.bandwidth
     speed = {
         "tp": near if layout.tp <= machine.node_size else far,
-        "dp": near if layout.tp * layout.cp * layout.dp <= machine.node_size else far,
         "cp": near if layout.cp <= machine.node_size else far,
         "pp": near if layout.world <= machine.node_size else far,
     }
-    seconds = {axis: sent[axis] / speed[axis] for axis in sent}
+    seconds = {axis: sent[axis] / speed[axis] for axis in speed}
+    parts = data_parallel_parts(spec, layout)
+    seconds["dp"] = sum(size / (near if ranks <= machine.node_size else far) for size, ranks in parts)
     idle = bubble(layout)
     compute = flops(spec, layout) / layout.world / machine.flops
     busy = (compute + seconds["tp"] + seconds["cp"]) / (1 - idle)
-    step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation
+    held = offloaded(spec, layout)[2] if layout.offload else 0.0
+    host = (host_bytes(spec, layout) + 2 * held) / machine.host_bandwidth
+    step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation + host
     return StepTime(
         compute=compute,
         dp=seconds["dp"],
         tp=seconds["tp"],
         pp=seconds["pp"],
         cp=seconds["cp"],
+        host=host,
         bubble=busy * idle,
         step=step,
     )

@@ -13,6 +13,8 @@ from typing import Any
 from accel.artifact import text_sha256
 from accel.errors import BadSource, one_line
 
+SOURCE = "accel_source_"  # what the names of modules that were a file begin with
+
 
 def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
     """The module and the object that ``package.module:name`` or ``file.py:name`` names.
@@ -33,7 +35,7 @@ def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise BadSource(f"{path} does not exist; check the path")
-    name = f"accel_source_{path.stem}_{text_sha256(str(path.absolute()))[:8]}"
+    name = f"{SOURCE}{path.stem}_{text_sha256(str(path.absolute()))[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from accel.artifact import file_sha256
 from accel.errors import BadSource, InvalidModel
+from accel.progress import report
 from accel.sources.declare import parse_dims, parse_inputs
 from accel.sources.python_object import load_object
 from accel.sources.torch_source import Found, call_factory, specs_from_example
@@ -48,6 +50,7 @@ def open_train_folder(folder: Path) -> Found:
             raise InvalidModel(
                 f"{file} is missing or not the file that training wrote; copy the folder again or train again"
             )
+    spec = _where(folder, spec, config.get("source"), files)
     code, factory = load_object(spec, "factory")
     made = call_factory(factory, spec)
     module = made[0] if isinstance(made, tuple) else made
@@ -70,3 +73,18 @@ def open_train_folder(folder: Path) -> Found:
         outputs=outputs,
         dims=dims or None,
     )
+
+
+def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) -> str:
+    """The factory ``spec`` as it was trained: where it was then, or its copy in ``folder`` where that file, or one that
+    it imported from beside it, is gone or has changed since."""
+    where, _, name = spec.rpartition(":")
+    if not isinstance(source, str) or source not in files:
+        return spec
+    copies = {file: sha256 for file, sha256 in files.items() if file.endswith(".py")}
+    originals = {file: Path(where).with_name(file) for file in copies}
+    here = {file: original for file, original in originals.items() if original.is_file()}
+    changed = [str(original) for file, original in here.items() if file_sha256(original) != copies[file]]
+    if changed:
+        report(f"{', '.join(changed)} changed after the training: what {folder} has a copy of is used")
+    return spec if len(here) == len(copies) and not changed else f"{folder / source}:{name}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.errors import BadConfig
+from accel.errors import BadConfig, BadData
 from accel.plan.measure import blocks, trial
 from accel.train import context_parallel, tensor_parallel
 from accel.train import loss as losses
@@ -46,8 +46,19 @@ def make(spec: str) -> Any:
 
 
 def make_data(config: TrainConfig) -> Any:
-    """The training samples of ``config``, packed where it says so."""
+    """The training samples of ``config``, packed where it says so. Raises ``BadData`` where the factory makes something
+    else."""
     data = make(config.data)
+    if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise BadData(
+            f"{config.data} made a {type(data).__name__}; a data factory makes a list or another map-style dataset "
+            "(__len__ and __getitem__), an iterable one can't be gone on with at a step (docs/training.md)"
+        )
+    if len(data) and not (isinstance(data[0], tuple | list) and len(data[0]) == 2):
+        raise BadData(
+            f"a sample of {config.data} is a {type(data[0]).__name__}; it has to be (inputs, targets) "
+            "(docs/training.md)"
+        )
     return Packed(data, config.pack) if config.pack else data
 
 
@@ -56,7 +67,7 @@ def make_model(spec: str) -> nn.Module:
     made = make(spec)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, nn.Module):
-        raise BadConfig(f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module")
+        raise BadConfig(f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module (docs/training.md)")
     return made
 
 

@@ -4,6 +4,7 @@ model-00001-of-0000N.safetensors  whole tensors, and model.safetensors.index.jso
 config.json                       the factory (spec), sha256 of each file, the training config, metrics, the signature
 inputs.safetensors                the inputs of 64 samples: where the factory declares no signature, names and ranges
 come from them
+NAME.py                           the factory's file (of file.py:factory) and what it imported from beside it
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.artifact import file_sha256
 from accel.errors import CannotWrite
+from accel.sources.python_object import SOURCE
 from accel.sources.train_folder import CONFIG, INDEX, INPUTS
 from accel.train.config import TrainConfig
 from accel.train.inputs import named_inputs
@@ -75,9 +78,10 @@ def write_run(
     data: Sequence[Any],
     names: Sequence[str],
     metrics: Mapping[str, float],
+    code: Mapping[str, bytes],
 ) -> None:
     """Write ``folder`` with what ``config`` made of its model (rank 0): the factory, its declaration, some of its data.
-    ``names``: of the inputs of the model's ``forward``."""
+    ``names``: of the inputs of the model's ``forward``. ``code``: its ``sources`` when it was made."""
     from accel.sources.python_object import load_object
 
     factory = load_object(config.model, "factory")[1]
@@ -101,7 +105,21 @@ def write_run(
         metrics=metrics,
         example=named_inputs(names, stacked),
         signature=signature,
+        code=code,
     )
+
+
+def sources(spec: str) -> dict[str, bytes]:
+    """The Python files of ``file.py:factory`` by name: its own first, then every one in the same folder that was
+    imported. None of ``package.module:factory``, which is installed or not."""
+    where = spec.rpartition(":")[0]
+    if not where.endswith(".py"):
+        return {}
+    own = Path(where).absolute()
+    loaded = [(name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())]
+    beside = {Path(f) for name, f in loaded if f.endswith(".py") and not name.startswith((SOURCE, "__main__"))}
+    files = [own, *sorted(file for file in beside if file.parent == own.parent and file != own)]
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
 def absolute(spec: str) -> str:
@@ -119,6 +137,7 @@ def write_final(
     metrics: Mapping[str, float],
     example: Mapping[str, torch.Tensor],
     signature: Mapping[str, Any] | None,
+    code: Mapping[str, bytes],
 ) -> None:
     """Write ``folder`` beside and rename it, so that it is there whole or not at all (rank 0).
 
@@ -136,7 +155,10 @@ def write_final(
             "signature": signature,
             "metrics": dict(metrics),
             "train": dict(config),
+            "source": next(iter(code), None),
         }
+        for name, text in code.items():
+            (part / name).write_bytes(text)
         _write(part, state, example, about)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)

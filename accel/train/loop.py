@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel.errors import BadData, TrainingFailed
+from accel.errors import BadConfig, BadData, TrainingFailed
 from accel.train import loss as losses
 from accel.train import tensor_parallel, watchdog
 from accel.train.build import build, make_data, make_model
 from accel.train.checkpoint import Checkpoints
 from accel.train.config import TrainConfig
 from accel.train.data import loader
-from accel.train.final import gather, write_run
+from accel.train.final import gather, sources, write_run
 from accel.train.layout import Ranks
 from accel.train.log import LOG, StepLog
 from accel.train.passes import Batch, take
-from accel.train.precision import LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss
+from accel.train.precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss
 from accel.train.rules import runnable
 from accel.train.schedule import learning_rate
 
@@ -53,6 +53,7 @@ class Trainer:
         )
         self.built = build(config, ranks, self.loss, self.data)
         self.module = self.built.module
+        self.code = sources(config.model)  # as it is now: whoever edits it while this trains doesn't change this
         self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
@@ -74,6 +75,10 @@ class Trainer:
         if log is not None:
             for said in self.checkpoints.damaged:
                 log.note(f"passed over: {said}")
+            if self.config.precision.mode in ADVICE:
+                log.note(ADVICE[self.config.precision.mode])
+            if self.step:
+                log.note(f"resumed from step {self.step}")
         last: dict[str, float] = {}
         try:
             while self.step < self.config.steps:
@@ -87,6 +92,10 @@ class Trainer:
         self.checkpoints.wait()
         watchdog.beat(self.out)
         self.finish()
+        if self.ranks.world > 1:  # rank 0 measured them, and each machine is told
+            told: list[Any] = [self.metrics]
+            dist.broadcast_object_list(told, src=0, group=self.ranks.saving)
+            self.metrics = told[0]
         return {"steps": self.step, **last, "metrics": self.metrics}
 
     def _log(self) -> StepLog:
@@ -198,8 +207,13 @@ class Trainer:
         best = torch.zeros(1)
         state = gather(self.module.state_dict(), self.ranks)
         if state is not None and self.evaluate is not None:
-            model = self._whole(state)
-            self.metrics = {name: float(value) for name, value in self.evaluate(model).items()}
+            found = self.evaluate(self._whole(state))
+            if not isinstance(found, Mapping):
+                raise BadConfig(
+                    f"{self.config.evaluate} returned a {type(found).__name__}; it returns metrics by name, "
+                    "{'top1': 0.97} (docs/training.md)"
+                )
+            self.metrics = {name: float(value) for name, value in found.items()}
             best += self.checkpoints.mark_best(self.step, self.metrics)
         if self.ranks.world > 1:
             dist.broadcast(best, 0, group=self.ranks.saving)
@@ -291,6 +305,7 @@ class Trainer:
                 data=self.data,
                 names=self.built.inputs,
                 metrics=self.metrics,
+                code=self.code,
             )
         if self.ranks.world > 1:
             dist.barrier(self.ranks.saving)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from accel.errors import BadConfig
+
 Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 IGNORED = -100
@@ -20,6 +22,24 @@ def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
     if isinstance(outputs, DTensor) and loss is not cross_entropy:
         return outputs.full_tensor()
     return outputs
+
+
+def summed(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``loss`` says of ``outputs``, as ``seen_by`` gives them. Raises ``BadConfig`` where that is no sum with its
+    count."""
+    found = loss(seen_by(loss, outputs), targets)
+    if isinstance(found, tuple) and len(found) == 2 and all(isinstance(v, torch.Tensor) and not v.ndim for v in found):
+        return found
+    raise BadConfig(
+        f"the loss returned {_kind(found)}; it returns the sum of the losses and how many targets it counted, two "
+        "tensors of one number (docs/training.md)"
+    )
+
+
+def _kind(found: object) -> str:
+    if isinstance(found, torch.Tensor):
+        return f"a tensor {list(found.shape)}"
+    return f"({', '.join(map(_kind, found))})" if isinstance(found, tuple) else f"a {type(found).__name__}"
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,7 +57,7 @@ class Accumulated:
 def backward(outputs: torch.Tensor, targets: torch.Tensor, loss: losses.Loss, forth: float) -> torch.Tensor:
     """The backward pass of ``forth`` times the loss; [loss, counted targets] in float64."""
     with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
-        total, count = loss(losses.seen_by(loss, outputs), targets)
+        total, count = losses.summed(loss, outputs, targets)
         torch.autograd.backward(total * forth)
     return losses.pair(total, count)
 

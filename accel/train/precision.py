@@ -1,16 +1,13 @@
 """Precision modes: what parameters are kept in, what products run in, and the optimizer that goes with it.
 
-    mode                 apex  parameters, gradients   master   products   loss scale
-    fp32                 O0    float32                 -        float32    -
-    autocast-bf16              float32                 -        bfloat16   -
-    autocast-fp16        O1    float32                 -        float16    dynamic
-    bf16                       bfloat16                float32  bfloat16   -
-    fp16                 O2    float16                 float32  float16    dynamic
-    bf16-only                  bfloat16                -        bfloat16   -
-    fp16-only            O3    float16                 -        float16    dynamic
-
-When not to use them: O1 where the card has bfloat16 (``autocast-bf16`` needs no loss scale); O2 where batch norm
-statistics matter (they are float16 here); O3 for anything but a speed bound, small updates vanish in float16.
+mode                 apex  parameters, gradients   master   products   loss scale
+fp32                 O0    float32                 -        float32    -
+autocast-bf16              float32                 -        bfloat16   -
+autocast-fp16        O1    float32                 -        float16    dynamic
+bf16                       bfloat16                float32  bfloat16   -
+fp16                 O2    float16                 float32  float16    dynamic
+bf16-only                  bfloat16                -        bfloat16   -
+fp16-only            O3    float16                 -        float16    dynamic
 """
 
 from __future__ import annotations
@@ -25,6 +22,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel.train.config import APEX, OptimizerConfig
+
+# When not to use what apex's names stand for.
+ADVICE = {
+    "O1": "O1 is autocast-fp16: where the device has bfloat16, autocast-bf16 needs no loss scale",
+    "O2": "O2 is fp16: batch norm's statistics are float16 too, so not for models that depend on them",
+    "O3": "O3 is fp16-only: small updates vanish in float16, so for a bound of the speed alone",
+}
 
 
 def parameter_dtype(mode: str) -> torch.dtype:

@@ -7,10 +7,15 @@ import os
 import sys
 import time
 import traceback
+import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from accel.errors import AccelError
+from accel.errors import AccelError, BadConfig
 from accel.train import watchdog
+
+if TYPE_CHECKING:
+    from accel.train.layout import Ranks
 
 RESULT = "result.json"
 ERRORS = "errors"
@@ -20,6 +25,7 @@ def main(config_file: Path, out: Path) -> int:
     """Run this rank. What stops it is written to ``OUT/errors/rank-K.json``: when, what, and the traceback."""
     import torch.distributed as dist
 
+    from accel.artifact import beside
     from accel.train.config import TrainConfig
     from accel.train.layout import join
     from accel.train.loop import Trainer
@@ -30,9 +36,11 @@ def main(config_file: Path, out: Path) -> int:
     try:
         config = TrainConfig.from_dict(json.loads(config_file.read_text()))
         ranks = join(config)
+        one_folder(out, ranks)
         result = Trainer(config, out, ranks).run()
-        if rank == 0:
-            (out / RESULT).write_text(json.dumps(result))
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # on each machine: what started it there waits for it
+            with beside(out / RESULT) as temporary:
+                temporary.write_text(json.dumps(result))
     except BaseException as error:
         folder = out / ERRORS
         folder.mkdir(exist_ok=True)
@@ -50,6 +58,30 @@ def main(config_file: Path, out: Path) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
+
+
+def one_folder(out: Path, ranks: Ranks) -> None:
+    """Every rank calls it. Raises ``BadConfig`` where not all ranks see the folder of rank 0: each writes its shards of
+    a checkpoint into it."""
+    import torch.distributed as dist
+
+    if ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)):  # all on one machine
+        return
+    said: list[Any] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(said, src=0, group=ranks.saving)
+    sign = out / f".{said[0]}"
+    if ranks.rank == 0:
+        sign.touch()
+    dist.barrier(ranks.saving)
+    seen: list[Any] = [None] * ranks.world
+    dist.all_gather_object(seen, sign.exists(), group=ranks.saving)
+    if ranks.rank == 0:
+        sign.unlink()
+    if not all(seen):
+        raise BadConfig(
+            f"rank {seen.index(False)} doesn't see what rank 0 writes into --out: all machines write a checkpoint into "
+            "one folder; give an --out that they share, on a network file system"
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
 def runnable(config: TrainConfig) -> None:
     """Raise ``BadConfig`` where ``config`` is enough for a plan and not for a run."""
     if not config.model or not config.data:
-        raise BadConfig("the config needs model and data; write model = 'package.module:factory'")
+        raise BadConfig(
+            "the config needs model and data; write model = 'package.module:factory' (what they make: docs/training.md)"
+        )
     if config.parallel.tp > 1 and not config.tensor_parallel:
         raise BadConfig(
             "tensor parallel needs a plan of what is cut; write [tensor_parallel] with e.g. "
@@ -132,6 +134,8 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield "DDP alone compresses gradients on their way; use parallel.zero = 0, tp 1 and pp 1 with compression"
     if (p.hpz or p.qwz or p.qgz) and p.zero != 3:
         yield "hpz, qwz and qgz belong to ZeRO++, which is a stage 3; use parallel.zero = 3 with them"
+    if (p.hpz or p.qwz or p.qgz) and p.tp * p.cp > 1:
+        yield "ZeRO++ works over data-parallel ranks alone; use tp 1 and cp 1 with hpz, qwz and qgz"
     shards = data * p.cp // p.replicate
     if p.hpz and (shards % p.hpz or not 1 < p.hpz < shards):
         yield f"hpz {p.hpz} is no true part of {shards} shards; use a divisor between 1 and {shards}, or 0"

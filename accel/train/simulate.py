@@ -4,7 +4,7 @@ answers every collective. What a rank would hold and send is summed from what th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.plan.measure import SavedBytes
 from accel.plan.traffic import ring
 from accel.train.precision import MasterOptimizer, parameter_dtype
+from accel.train.recompute import recompute
 from accel.train.zero import micro_batch, shard
 
 
@@ -51,9 +52,12 @@ def simulate(
     precision: str = "bf16",
     optimizer: str = "adamw",
     accumulation: int = 1,
+    replicate: int = 1,
+    again: str = "none",
 ) -> Simulated:
-    """One step of ``factory``'s model on ``world`` data-parallel ranks, seen from rank 0.
+    """One step of ``factory``'s model on ``world`` data-parallel ranks, in ``replicate`` replicas, seen from rank 0.
 
+    ``again``: what is recomputed (``full`` or ``none``; what ``selective`` keeps, autograd doesn't see).
     ``inputs`` makes one micro-batch ``(inputs, targets)``. No process group may exist. Gradients are counted where
     they are kept until the step. Stage 0 is not wrapped: DDP's reducer is native code that fake tensors can't enter,
     so its traffic is not simulated.
@@ -62,13 +66,16 @@ def simulate(
 
     found = Simulated()
     with _fake_world(world):
-        mesh = init_device_mesh("cpu", (world,)) if world > 1 and zero else None
+        shape = (replicate, world // replicate) if replicate > 1 else (world,)
+        names = ("dp_replicate", "dp_shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if world > 1 and zero else None
         with FakeTensorMode(allow_non_fake_inputs=True):
             with _default_dtype(parameter_dtype(precision)):  # fake parameters can't be cast once they are made
                 module = factory()
+            recompute(module, again)
             called = shard(module, mesh, zero)
             stepper = MasterOptimizer(module, OptimizerConfig(name=optimizer), precision)
-            with _Sent(found):
+            with Sent(found):
                 for index in range(accumulation):
                     x, y = inputs()
                     last = index == accumulation - 1
@@ -118,8 +125,8 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(t.numel() * t.element_size() for t in _locals(t for t in tensors if t is not None))
 
 
-class _Sent(TorchDispatchMode):
-    """Sums what a ring would send for every collective that is called."""
+class Sent(TorchDispatchMode):
+    """Sums what a ring would send for every collective that is called inside."""
 
     def __init__(self, found: Simulated) -> None:
         super().__init__()
@@ -127,14 +134,19 @@ class _Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removesuffix(".default").split("::")[-1].removeprefix("c10d.")
-        world = dist.get_world_size()
         if name in ("_allgather_base_", "_reduce_scatter_base_"):
             whole = args[0] if name == "_allgather_base_" else args[1]
-            self._add(name, ring(whole.numel() * whole.element_size(), world))
+            self._add(name, ring(whole.numel() * whole.element_size(), _ranks(args)))
         elif name == "allreduce_":
-            self._add(name, 2 * ring(sum(t.numel() * t.element_size() for t in args[0]), world))
+            self._add(name, 2 * ring(sum(t.numel() * t.element_size() for t in args[0]), _ranks(args)))
         return func(*args, **(kwargs or {}))
 
     def _add(self, name: str, size: float) -> None:
         self.found.sent += size
         self.found.collectives[name] += 1
+
+
+def _ranks(arguments: Sequence[Any]) -> int:
+    """How many take part in a collective: its group is the first of its arguments that is no tensor."""
+    group = next(argument for argument in arguments if isinstance(argument, torch.ScriptObject))
+    return dist.ProcessGroup.unbox(group).size()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from accel.train.config import TrainConfig
 from accel.train.layout import join
@@ -21,3 +23,13 @@ def trainer_of(out: Path, **tables: object) -> Trainer:
     """A run of this process alone."""
     config = config_of(**tables)
     return Trainer(config, out, join(config))
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def logged(out: Path) -> list[float]:
+    """The losses in a run's log."""
+    return [row["loss"] for row in rows_of(out) if "note" not in row]

@@ -79,6 +79,8 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
         ({"parallel": {"cp": 2}, "shape": {"heads": 4, "kv_heads": 1}}, 2, "(1 of keys and values)"),
         ({"parallel": {"cp": 4}, "shape": {"heads": 4, "seq": 30}}, 4, "a sequence of 30 don't all divide by cp 4"),
         ({"compile": True, "parallel": {"tp": 2}}, 2, "use compile = false"),
+        ({"parallel": {"zero": 3, "tp": 2, "qwz": True}}, 4, "use tp 1 and cp 1 with hpz, qwz and qgz"),
+        ({"parallel": {"zero": 3, "cp": 2, "hpz": 2}}, 8, "use tp 1 and cp 1 with hpz, qwz and qgz"),
         ({"parallel": {"pp": 4}, "global_batch": 8, "micro_batch": 4}, 4, "use --micro-batch=2"),
         ({"parallel": {"pp": 2, "pipeline": "interleaved"}, "global_batch": 5, "micro_batch": 1}, 2, "a multiple of 2"),
         ({"parallel": {"pp": 2, "zero": 3}}, 4, "use parallel.zero = 2 with pp"),

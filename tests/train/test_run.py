@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from runs import SMALL, config_of, trainer_of
+from runs import SMALL, config_of, logged, rows_of, trainer_of
 
 from accel.cli import group, run
-from accel.errors import BadConfig, BadData, CannotWrite, InvalidModel, TrainingFailed
-from accel.sources import open_source
-from accel.train import watchdog
+from accel.errors import BadConfig, BadData, TrainingFailed
+from accel.progress import watched_by
 from accel.train.config import TrainConfig
 from accel.train.launch import train
 from accel.train.layout import join
@@ -79,19 +73,25 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
     assert max(row["max_abs_diff"] for row in rows) < 1e-3
 
 
-def _log(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
-
-
 def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     """Fails if a run in two halves (adamw, fp32 master weights, dropout seeds, schedule) differs from one in one
-    piece."""
+    piece, or whoever watches isn't told where it goes on."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
     train(config_of(steps=6, **tables), tmp_path / "whole")
     train(config_of(steps=3, **tables), tmp_path / "halves")
-    result = train(config_of(steps=6, **tables), tmp_path / "halves")
+    said: list[str] = []
+    with watched_by(lambda words, _: said.append(words)):
+        result = train(config_of(steps=6, **tables), tmp_path / "halves")
     assert result["steps"] == 6
-    assert _log(tmp_path / "halves") == _log(tmp_path / "whole")
+    assert said[0] == "resumed from step 3"
+    assert {"note": "resumed from step 3"} in rows_of(tmp_path / "halves")
+    assert logged(tmp_path / "halves") == logged(tmp_path / "whole")
+
+
+def test_a_name_of_apex_comes_with_its_limits(tmp_path: Path) -> None:
+    """Fails if whoever asks for O3 isn't told what it is and what not to use it for."""
+    trainer_of(tmp_path, steps=1, precision={"mode": "O3"}, optimizer={"name": "sgd", "lr": 0.1}).run()
+    assert rows_of(tmp_path)[0]["note"].startswith("O3 is fp16-only: small updates vanish in float16")
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
@@ -196,65 +196,6 @@ def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
         train(config_of(global_batch=128), tmp_path)
 
 
-# Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
-_FULL = {
-    "a checkpoint": """
-from accel.train.checkpoint import Checkpoints
-whole = Checkpoints.save
-def save(self, state, run):
-    if run["step"] == 6:
-        self.wait()
-        full()
-    whole(self, state, run)
-Checkpoints.save = save
-from accel.train.loss import cross_entropy as dies
-""",
-    "final": """
-import accel.train.final
-whole = accel.train.final.write_final
-def write_final(*arguments, **named):
-    full()
-    whole(*arguments, **named)
-accel.train.final.write_final = write_final
-from accel.train.loss import cross_entropy as dies
-""",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", _FULL)
-def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
-    """Fails if a disk that is full in the middle of a save ends in a traceback, costs the checkpoint before it, leaves
-    half of one, or the same command, with room again, doesn't go on to the same curve."""
-    source = tmp_path / "source.py"
-    source.write_text(
-        SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
-        "def full():\n    if not Path(__file__).with_name('room').exists():\n"
-        "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n" + _FULL[what]
-    )
-    out, config = tmp_path / "run", config_of(loss=f"{source}:dies", **_COMMON)
-    with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
-        train(config, out, nproc=2)
-    left = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert left[-1] == ("step-00000008" if what == "final" else "step-00000004")
-    assert not [path for path in (*out.iterdir(), *(out / "checkpoints").iterdir()) if path.name.startswith(".")]
-    (tmp_path / "room").touch()
-    assert train(config, out, nproc=2)["steps"] == 8
-    assert _log(out)[-2:] == pytest.approx(_log(calm)[-2:], abs=1e-6)
-    assert (out / "final" / "config.json").is_file()
-
-
-def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
-    """Fails if a file of ``final/`` that training didn't write is exported, or a whole one isn't opened."""
-    train(config_of(steps=1), tmp_path)
-    artifact = open_source(tmp_path)
-    assert [str(spec) for spec in artifact.signature.inputs] == ["ids:int64[batch,16]{0..60}"]
-    weights = tmp_path / "final" / "model-00001-of-00001.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
-    with pytest.raises(InvalidModel, match="not the file that training wrote"):
-        open_source(tmp_path)
-
-
 def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if a mistyped option starts processes, or ends in a traceback."""
     for words, says in (
@@ -291,162 +232,12 @@ def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
         train(TrainConfig.from_dict({}), tmp_path)
 
 
-_COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# Where a rank is killed, once: in the second step after a checkpoint that is on the disk in the first one (so that only
-# its name is missing then), with its shards of a checkpoint written, with half of final/ written.
-_KILLS = {
-    "in a step": """
-from accel.train.checkpoint import Checkpoints
-whole, saves = Checkpoints.save, []
-def save(self, state, run):
-    whole(self, state, run)
-    saves.append(self)
-Checkpoints.save = save
-def dies(outputs, targets):
-    from accel.train.loss import cross_entropy
-    global _calls
-    _calls += 1
-    if _calls == 9:
-        saves[-1]._pending[0].result(60)
-    if _calls == 11:
-        kill("1")
-    return cross_entropy(outputs, targets)
-""",
-    "in a checkpoint": """
-from accel.train.checkpoint import Checkpoints
-finish = Checkpoints._finish
-def _finish(self, final, run):
-    if run["step"] == 6:
-        kill("0")
-    finish(self, final, run)
-Checkpoints._finish = _finish
-from accel.train.loss import cross_entropy as dies
-""",
-    "in the consolidation": """
-import accel.train.final
-sha256 = accel.train.final.file_sha256
-def file_sha256(file):
-    kill("0")
-    return sha256(file)
-accel.train.final.file_sha256 = file_sha256
-from accel.train.loss import cross_entropy as dies
-""",
-}
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    out = tmp_path_factory.mktemp("calm")
-    train(config_of(**_COMMON), out, nproc=2)
-    return out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", _KILLS)
-def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Fails if a SIGKILL ends the run, it costs more than what came after the last checkpoint on the disk, what follows
-    isn't the curve of a run that nobody disturbed, the weights differ in the end, or something half-written is left."""
-    source = tmp_path / "source.py"
-    source.write_text(
-        SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
-        "def kill(rank):\n    flag = Path(__file__).with_name('killed')\n"
-        "    if os.environ['RANK'] == rank and not flag.exists():\n"
-        "        flag.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n\n" + _KILLS[where]
-    )
-    out = tmp_path / "killed_run"
-    result = train(config_of(loss=f"{source}:dies", **_COMMON), out, nproc=2, max_restarts=1)
-    assert (tmp_path / "killed").exists()
-    assert result["steps"] == 8
-    steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
-    first = {"in the consolidation": []}.get(where, [5, 6, 7, 8])  # the steps after the restart
-    assert steps[len(steps) - len(first) :] == first
-    assert steps[: len(steps) - len(first)] == list(range(1, len(steps) - len(first) + 1))
-    undisturbed, disturbed = _log(calm), _log(out)
-    assert len(undisturbed) == 8
-    assert len(disturbed) >= 8
-    assert disturbed[-2:] == pytest.approx(undisturbed[-2:], abs=1e-6)
-    assert not [path.name for path in (*out.iterdir(), *(out / "checkpoints").iterdir()) if path.name.startswith(".")]
-    from safetensors.torch import load_file
-
-    weights, expected = (
-        load_file(str(folder / "final" / "model-00001-of-00001.safetensors")) for folder in (out, calm)
-    )
-    assert all(torch.allclose(weights[name], expected[name], atol=1e-6) for name in expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
-    """Fails if a rank that sleeps or is stopped keeps the run for ever, or one that waits for it is blamed."""
-    source = tmp_path / "source.py"
-    source.write_text(
-        SMALL.read_text() + "\n\nimport signal, time\n\n"
-        "def hangs(outputs, targets):\n"
-        "    from accel.train.loss import cross_entropy\n"
-        "    global _calls\n    _calls += 1\n"
-        f"    if _calls == 4 and os.environ['RANK'] == '1':\n        {how}\n"
-        "    return cross_entropy(outputs, targets)\n"
-    )
-    config = config_of(steps=50, loss=f"{source}:hangs", hang_seconds=15.0, parallel={"zero": 3})
-    where = "is in hangs at .*source.py" if "sleep" in how else "doesn't answer"
-    with pytest.raises(TrainingFailed, match=rf"no step in 15 s: rank 1 {where}") as caught:
-        train(config, tmp_path / "run", nproc=2)
-    assert "rank 0" not in str(caught.value)
-    left = [f for f in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(f) and "train.rank" in _read(f)]
-    assert not left
-
-
-def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    """Fails if slow imports or a restart count as a hung step, or a start that never ends is waited for for ever."""
-
-    def made_before(path: Path, seconds: float) -> None:
-        os.utime(path, (time.time() - seconds,) * 2)
-
-    watchdog.clear(tmp_path)
-    made_before(tmp_path / watchdog.STACKS, 100)
-    assert watchdog.overdue(tmp_path, 15) == ""
-    made_before(tmp_path / watchdog.STACKS, 200)
-    assert watchdog.overdue(tmp_path, 15) == "no first step in 150 s"
-    watchdog.beat(tmp_path)
-    assert watchdog.overdue(tmp_path, 15) == ""
-    made_before(tmp_path / watchdog.ALIVE, 20)
-    assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
-    again = "import sys, pathlib, accel.train.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank, started anew after a crash
-    assert watchdog.overdue(tmp_path, 15) == ""
-
-
-@pytest.mark.slow
-def test_a_killed_command_leaves_no_rank_behind(tmp_path: Path) -> None:
-    """Fails if ending ``accel train`` by SIGTERM leaves torchrun or a rank running."""
-    line = ["-m", "accel", "train", "examples/digits.toml", "--nproc", "2", "--steps", "100000", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, *line], env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "log.jsonl").is_file() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert (tmp_path / "log.jsonl").is_file()
-    ranks = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(p) and "train.rank" in _read(p)]
-    assert len(ranks) >= 2
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 1
-    assert not [p for p in ranks if str(tmp_path) in _read(p)]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
     """Fails if the MFU isn't what the model's products take of the peak, or the TensorBoard file lacks a step."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     train(config, tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path)
     # 2 FLOPs a weight of a product and position, three products in the MLP and attention of 3 blocks, and the head;
     # attention itself: 2 products of s x s x h in each block.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32

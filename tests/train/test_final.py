@@ -1,0 +1,107 @@
+"""``final/``: a run folder that needs nothing else to be exported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from runs import SMALL, config_of, trainer_of
+
+from accel.cli import group, run
+from accel.errors import InvalidModel
+from accel.sources import open_source
+from accel.sources.torch_source import module_of
+from accel.train import final
+from accel.train.launch import train
+
+_OWN = """
+import torch
+import widths
+from depths import layers
+
+
+def model():
+    return torch.nn.Sequential(*(torch.nn.Linear(widths.WIDTH, widths.WIDTH) for _ in range(layers)))
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return [(x, x * 2) for x in torch.randn((64, widths.WIDTH), generator=generator)]
+"""
+
+
+def _trained(home: Path, out: Path) -> None:
+    home.mkdir()
+    (home / "own.py").write_text(_OWN)
+    (home / "widths.py").write_text("WIDTH = 5\n")
+    (home / "depths.py").write_text("layers = 2\n")
+    source = f"{home / 'own.py'}"
+    tables = {"loss": "accel.train.loss:squared_error", "steps": 2}
+    train(config_of(model=f"{source}:model", data=f"{source}:data", **tables), out)
+
+
+def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
+    """Fails if, with the factory's file and what that imports gone and the run folder moved, ``accel export`` doesn't
+    find the model, or gives another one."""
+    home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
+    _trained(home, out)
+    shutil.rmtree(home)
+    moved.parent.mkdir()
+    out.rename(moved)
+    assert run(group, ["export", str(moved), "-o", str(tmp_path / "own.onnx"), "--no-cache", "-q"]) == 0
+    import onnxruntime
+    from safetensors.torch import load_file
+
+    weights = load_file(str(moved / "final" / "model-00001-of-00001.safetensors"))
+    x = torch.randn(3, 5)
+    expected = x
+    for layer in range(2):
+        expected = torch.nn.functional.linear(expected, weights[f"{layer}.weight"], weights[f"{layer}.bias"])
+    session = onnxruntime.InferenceSession(str(tmp_path / "own.onnx"))
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(found), expected, atol=1e-6)
+
+
+def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if weights are put into what an edited factory makes now, in silence or in an error about names, or a copy
+    in the run folder that was edited is used."""
+    home, out = tmp_path / "home", tmp_path / "run"
+    source = home / "own.py"
+    home.mkdir()
+    source.write_text(SMALL.read_text())
+    train(config_of(model=f"{source}:model", steps=1), out)
+    expected = open_source(out).signature
+    source.write_text(SMALL.read_text().replace("layers=3", "layers=2"))
+    assert open_source(out).signature == expected
+    assert run(group, ["export", str(out), "-o", str(tmp_path / "own.onnx"), "--no-cache"]) == 0
+    assert f"{source} changed after the training" in " ".join(capsys.readouterr().err.split())
+    (out / "final" / "own.py").write_text(source.read_text())
+    with pytest.raises(InvalidModel, match="not the file that training wrote"):
+        open_source(out)
+
+
+def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if weights that don't fit one file lose a tensor, or the index names the wrong file."""
+    monkeypatch.setattr(final, "SHARD_BYTES", 10_000)
+    trainer = trainer_of(tmp_path, steps=1)
+    trainer.run()
+    files = sorted(path.name for path in (tmp_path / "final").glob("model-*"))
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert len(files) > 3
+    trained = trainer.module.state_dict()
+    read = module_of(open_source(tmp_path)).state_dict()
+    assert set(read) == set(trained)
+    assert all(torch.equal(read[name], value) for name, value in trained.items())
+
+
+def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
+    """Fails if a file of ``final/`` that training didn't write is exported, or a whole one isn't opened."""
+    train(config_of(steps=1), tmp_path)
+    artifact = open_source(tmp_path)
+    assert [str(spec) for spec in artifact.signature.inputs] == ["ids:int64[batch,16]{0..60}"]
+    weights = tmp_path / "final" / "model-00001-of-00001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    with pytest.raises(InvalidModel, match="not the file that training wrote"):
+        open_source(tmp_path)

@@ -1,0 +1,81 @@
+"""Several machines: as many ``accel train``, each with ranks of its own, that meet at an address."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import config_of, trainer_of
+
+_SECONDS = 240
+
+
+def _two(folders: list[Path], config: Path, *words: str) -> list[subprocess.CompletedProcess[str]]:
+    """Two agents of one rank each; what each said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "accel", "train", str(config), "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen(
+            [*line, *words, "--json", "--out", str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for folder in folders
+    ]
+    try:
+        said = [agent.communicate(timeout=_SECONDS) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    return [
+        subprocess.CompletedProcess(line, agent.returncode, *both) for agent, both in zip(agents, said, strict=True)
+    ]
+
+
+def _config(folder: Path) -> Path:
+    scores = folder / "scores.py"
+    scores.write_text("def evaluate(module):\n    return {'layers': float(len(module.blocks))}\n")
+    tables = {"parallel": {"zero": 3}, "checkpoint": {"every": 2}, "evaluate": f"{scores}:evaluate"}
+    file = folder / "run.toml"
+    file.write_text(config_of(optimizer={"name": "sgd", "lr": 0.1}, **tables).to_toml())
+    return file
+
+
+@pytest.mark.slow
+def test_two_machines_train_one_model(tmp_path: Path) -> None:
+    """Fails if either agent ends without a result (rank 0 is on one of them alone), its metrics aren't what rank 0
+    measured, the losses leave one process's, or the checkpoint that both wrote isn't taken up by both."""
+    out, config = tmp_path / "run", _config(tmp_path)
+    ran = _two([out, out], config)
+    assert [one.returncode for one in ran] == [0, 0], [one.stderr[-2000:] for one in ran]
+    bodies = [json.loads(one.stdout) for one in ran]
+    assert bodies[0] == bodies[1]
+    assert bodies[0]["metrics"] == {"layers": 3}
+    ran = _two([out, out], config, "--steps=6")
+    assert [json.loads(one.stdout)["steps"] for one in ran] == [6, 6], [one.stderr[-2000:] for one in ran]
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert {"note": "resumed from step 4"} in rows
+    alone = trainer_of(tmp_path / "alone", steps=6, optimizer={"name": "sgd", "lr": 0.1})
+    batches = alone.batches()
+    expected = [alone.one_step(batches)["loss"] for _ in range(6)]
+    assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.slow
+def test_machines_with_folders_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Fails if a checkpoint would be left in pieces, each on another machine, or one of the two isn't told."""
+    ran = _two([tmp_path / "one", tmp_path / "other"], _config(tmp_path))
+    for one in ran:
+        assert one.returncode == 2, one.stderr[-2000:]
+        assert "give an --out that they share" in one.stderr
+    assert not [*tmp_path.glob("*/checkpoints"), *tmp_path.glob("*/final"), *tmp_path.glob("*/.*")]

@@ -1,0 +1,117 @@
+"""docs/training.md does what it says, and whoever gives something else is told what to give."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from runs import SMALL, config_of, trainer_of
+
+from accel.cli import group, run
+from accel.errors import AccelError
+from accel.train.build import make_data
+
+TEXT = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def _block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if a command of the page doesn't work as written on the files of the page, or the example doesn't learn."""
+    monkeypatch.chdir(tmp_path)
+    Path("taxi.py").write_text(_block("python"))
+    Path("taxi.toml").write_text(_block("toml"))
+    commands = [line.removeprefix("$ ") for line in _block("console").splitlines()]
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command)
+        capsys.readouterr()
+        assert run(group, [*words[1:], "-q", "--json"]) == 0, command
+        if words[1] == "train" and "--dry-run" not in words:
+            assert json.loads(capsys.readouterr().out)["metrics"]["off_by"] < 0.15
+    assert Path("taxi.onnx").is_file()
+
+
+def test_the_page_names_what_is_refused() -> None:
+    """Fails if the page's keys aren't the config's."""
+    keys = re.findall(r"^\| `(\w+)`", TEXT, flags=re.MULTILINE)
+    assert keys == ["model", "data", "loss", "evaluate"]
+    assert all(hasattr(config_of(), key) for key in keys)
+
+
+_WRONG = """
+
+def number():
+    return 3
+
+
+def iterated():
+    return iter(data())
+
+
+def named():
+    return {"train": data()}
+
+
+def inputs_alone():
+    return [ids for ids, _ in data()]
+
+
+def mean(outputs, targets):
+    from accel.train.loss import cross_entropy
+    total, count = cross_entropy(outputs, targets)
+    return total / count
+
+
+def by_target(outputs, targets):
+    return outputs.sum((1, 2)), torch.tensor(1)
+
+
+def bare(module):
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "says"),
+    [
+        ("model", "number", "made a int; a model factory makes an nn.Module"),
+        ("data", "iterated", "made a list_iterator; a data factory makes a list or another map-style dataset"),
+        ("data", "named", "made a dict; a data factory makes a list"),
+        ("data", "inputs_alone", r"is a Tensor; it has to be \(inputs, targets\)"),
+        ("loss", "mean", r"the loss returned a tensor \[\]; it returns the sum"),
+        ("loss", "by_target", r"the loss returned \(a tensor \[4\], a tensor \[\]\); it returns the sum"),
+        ("evaluate", "bare", "returned a float; it returns metrics by name"),
+    ],
+)
+def test_a_wrong_piece_is_named(tmp_path: Path, key: str, name: str, says: str) -> None:
+    """Fails if a factory, loss or metric that makes something else ends in a traceback of torch's."""
+    source = tmp_path / "wrong.py"
+    source.write_text(SMALL.read_text() + _WRONG)
+    tables = {"evaluate_every": 1} if key == "evaluate" else {}
+    with pytest.raises(AccelError, match=rf"{says}.*docs/training.md"):
+        trainer_of(tmp_path, **{key: f"{source}:{name}"}, **tables).run()
+
+
+@pytest.mark.slow
+def test_samples_from_processes_are_the_same(tmp_path: Path) -> None:
+    """Fails if with ``loader_processes`` the samples, their order or the place after a resume are others."""
+    from accel.train.launch import train
+
+    assert len(make_data(config_of())) == 96
+    alone = trainer_of(tmp_path / "alone", steps=4)
+    batches = alone.batches()
+    expected = [alone.one_step(batches)["loss"] for _ in range(4)]
+    for steps in (2, 4):
+        train(config_of(steps=steps, loader_processes=2), tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(expected, abs=1e-6)
