@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD := $(VENV)/old-tritonclient
 
-.PHONY: demo test proof ray soak gpu lint format descriptors clean
+.PHONY: demo test proof soak gpu lint format descriptors clean
 
 $(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -28,11 +28,6 @@ $(OLD)/ready: tests/serve/old_tritonclient.txt | $(VENV)/ready
 	$(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary=:all: \
 		-r tests/serve/old_tritonclient.txt && touch $@ || rm -rf $(OLD)
-
-# The Ray Serve application with a real Ray, which is too large for everybody's environment.
-ray: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
-	$(BIN)/python -m pytest -q tests/serve/test_ray_app.py
 
 # Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers: minutes, so a command of its own.
 proof: $(VENV)/ready
