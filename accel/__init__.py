@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import accel.kernels as _kernels
-
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ def _of_kernels(name: str) -> Any:
 
 
 # ``accel.kernels.fuse(module)`` after ``import accel`` alone. That folder has no ``__init__.py`` that could say so.
-_kernels.__dict__.setdefault("__getattr__", _of_kernels)
+vars(importlib.import_module("accel.kernels")).setdefault("__getattr__", _of_kernels)
 
 
 def __dir__() -> list[str]:

@@ -22,6 +22,8 @@ from accel.sources.onnx_file import describe as describe_onnx
 ReadBack = tuple[Signature, dict[str, Any]]
 # An axis as a file has it: its size; a symbol that other axes may share; or None, open with nothing to call it by.
 Size = int | str | None
+# Name, dtype and sizes of a tensor; None where not even its rank is said.
+Row = tuple[str, str, list[Size] | None]
 
 
 def onnx(path: Path, known: Signature) -> ReadBack:  # noqa: ARG001
@@ -41,8 +43,8 @@ def torch(path: Path, known: Signature) -> ReadBack:
     program = load(path)
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
 
-    def rows(places: Sequence[Any], role: str, like: Sequence[TensorSpec]) -> list[tuple[str, str, list[Size] | None]]:
-        found = []
+    def rows(places: Sequence[Any], role: str, like: Sequence[TensorSpec]) -> list[Row]:
+        found: list[Row] = []
         for index, place in enumerate(places):
             value = values.get(place)
             if not hasattr(value, "dtype"):  # a number or None, where a tensor was to be
@@ -101,15 +103,14 @@ def ncnn(path: Path, known: Signature) -> ReadBack:
 
 
 def _named(
-    inputs: Sequence[tuple[str, str, list[Size] | None]],
-    outputs: Sequence[tuple[str, str, list[Size] | None]],
+    inputs: Sequence[Row],
+    outputs: Sequence[Row],
     known: Signature,
 ) -> Signature:
-    """Rows of name, dtype and sizes (None where not even the rank is said) as a signature, its open axes called what
-    ``known`` calls them."""
+    """Rows as a signature, its open axes called what ``known`` calls them."""
     symbols: dict[str, str] = {}
 
-    def specs(rows: Sequence[tuple[str, str, list[Size] | None]], role: str) -> tuple[TensorSpec, ...]:
+    def specs(rows: Sequence[Row], role: str) -> tuple[TensorSpec, ...]:
         said = {spec.name: spec for spec in (known.inputs if role == "input" else known.outputs)}
         found = []
         for name, dtype, sizes in rows:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +48,6 @@ def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Pa
         assert body["gates"], words
         assert all(gate["passed"] for gate in body["gates"])
         assert onnx.load(str(out)).graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-
-
-def test_no_temporary_files_are_left(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if what TensorFlow's process writes into the temporary folder (the code it generates) stays there."""
-    (temporary := tmp_path / "t").mkdir()
-    words = ["export", str(tensorflow_models / "two.keras"), "-o", str(tmp_path / "two.onnx"), "--no-cache", "-q"]
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ran = subprocess.run([sys.executable, "-m", "accel", *words], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "two.onnx").is_file()
-    assert [path.name for path in temporary.iterdir()] == []
 
 
 def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: Path) -> None:
