@@ -1,10 +1,15 @@
-"""Ten minutes of everything at once: memory stays flat and the counters add up."""
+"""Ten minutes of everything at once (gRPC, streams, HTTP, shared memory, sequences, texts of many lengths, failures,
+reloads), and five over two processes: memory stays flat and the counters add up."""
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import threading
 import time
+import urllib.request
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from serving import FAULTY, FLOAT, WEIGHTS, ask, client, identity, linear
+import tritonclient.utils.shared_memory as shm
+from onnx_builder import artifact, node
+from serving import FAULTY, FLOAT, INT64, WEIGHTS, ask, client, identity, linear, pids
 from tritonclient.utils import InferenceServerException
 
 SECONDS = float(os.environ.get("ACCEL_SOAK_SECONDS", "600"))
@@ -32,29 +39,34 @@ def files_and_threads(pid: int) -> tuple[int, int]:
 
 
 class Clients:
-    """Each of ``kinds`` again and again on a thread of its own, until ``end``. ``counts``: by model and outcome."""
+    """Each of ``kinds`` again and again on a thread of its own, until ``end``: a kind takes a client of gRPC, the HTTP
+    port and a number, and says what came of so many requests to a model. ``counts``: by model and outcome."""
 
-    def __init__(self, port: int, kinds: list[Any]) -> None:
+    def __init__(self, ports: dict[str, int], kinds: list[Any]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.wrong: list[str] = []
-        self._port, self._stop, self._lock = port, threading.Event(), threading.Lock()
+        self.ended: list[str] = []
+        self._ports, self._stop, self._lock = ports, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(kind,)) for kind in kinds]
         for thread in self._threads:
             thread.start()
 
     def _run(self, kind: Any) -> None:
         number = 0
-        while not self._stop.is_set():
-            with client(self._port) as made:  # now and then a new connection
-                for _ in range(200):
-                    number += 1
-                    if self._stop.is_set():
-                        return
-                    self._count(*kind(made, number))
+        try:
+            while not self._stop.is_set():
+                with client(self._ports["grpc"]) as made:  # now and then a new connection
+                    for _ in range(200):
+                        number += 1
+                        if self._stop.is_set():
+                            return
+                        self._count(*kind(made, self._ports["http"], number))
+        except Exception as error:
+            self.ended.append(f"{kind.__name__}: {error!r}")
 
-    def _count(self, model: str, outcome: str) -> None:
+    def _count(self, model: str, outcome: str, requests: int = 1) -> None:
         with self._lock:
-            self.counts[model, outcome] += 1
+            self.counts[model, outcome] += requests
             if outcome == "wrong":
                 self.wrong.append(model)
 
@@ -63,16 +75,17 @@ class Clients:
         for thread in self._threads:
             thread.join(60)
             assert not thread.is_alive()
+        assert self.ended == []
 
 
-def right(made: Any, number: int) -> tuple[str, str]:
+def right(made: Any, http: int, number: int) -> tuple[str, str]:
     mark = float(number % 97)
     return "linear", "ok" if np.allclose(
         ask(made, "linear", mark, client_timeout=60), mark * WEIGHTS.sum(0)
     ) else "wrong"
 
 
-def failing(made: Any, number: int) -> tuple[str, str]:
+def failing(made: Any, http: int, number: int) -> tuple[str, str]:
     if number % 2:
         return "bad", "ok" if ask(made, "bad", 4.0, client_timeout=60).shape == (1, 3) else "wrong"
     try:
@@ -82,7 +95,7 @@ def failing(made: Any, number: int) -> tuple[str, str]:
     return "bad", "wrong"
 
 
-def large(made: Any, number: int) -> tuple[str, str]:
+def large(made: Any, http: int, number: int) -> tuple[str, str]:
     size = 1000 * (1 + number % 50)
     x = np.full(size, number, np.float32)
     given = triton.InferInput("x", [size], "FP32")
@@ -90,7 +103,7 @@ def large(made: Any, number: int) -> tuple[str, str]:
     return "same", "ok" if np.array_equal(made.infer("same", [given]).as_numpy("y"), x) else "wrong"
 
 
-def refused(made: Any, number: int) -> tuple[str, str]:
+def refused(made: Any, http: int, number: int) -> tuple[str, str]:
     try:
         ask(made, "nothing", client_timeout=60)
     except InferenceServerException as error:
@@ -98,51 +111,162 @@ def refused(made: Any, number: int) -> tuple[str, str]:
     return "nothing", "wrong"
 
 
-def reloading(made: Any, number: int) -> tuple[str, str]:
+def reloading(made: Any, http: int, number: int) -> tuple[str, str]:
     made.load_model("again")
+    found = ask(made, "again", float(number % 97), client_timeout=60)
     time.sleep(0.2)
     made.unload_model("again")
-    return "again", "reloaded"
+    return "again", "reloaded" if np.allclose(found, number % 97 * WEIGHTS.sum(0)) else "wrong"
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(SECONDS + 300)
-def test_soak(tmp_path: Path, serve: Any) -> None:
-    """Fails if an answer is wrong or lost, a counter differs from what the clients counted, or memory, threads or open
-    files grow: the last quarter of the time against the quarter after the first. ACCEL_SOAK_SECONDS shortens it."""
-    models = tmp_path / "models"
+def streaming(made: Any, http: int, number: int) -> tuple[str, str, int]:
+    """Twenty requests over one stream, each answered once and in order."""
+    answers: queue.Queue[Any] = queue.Queue()
+    made.start_stream(lambda result, error: answers.put((result, error)))
+    for mark in range(20):
+        x = triton.InferInput("x", [1, 4], "FP32")
+        x.set_data_from_numpy(np.full((1, 4), mark, np.float32))
+        made.async_stream_infer("linear", [x], request_id=str(mark))
+    found = [answers.get(timeout=60) for _ in range(20)]
+    made.stop_stream()
+    right = all(
+        error is None
+        and result.get_response().id == str(mark)
+        and np.allclose(result.as_numpy("y"), mark * WEIGHTS.sum(0))
+        for mark, (result, error) in enumerate(found)
+    )
+    return "linear", "ok" if right and answers.empty() else "wrong", 20
+
+
+def over_http(made: Any, http: int, number: int) -> tuple[str, str]:
+    mark = number % 97
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [mark] * 4}]}
+    request = urllib.request.Request(f"http://127.0.0.1:{http}/v2/models/linear/infer", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as response:
+        found = json.load(response)["outputs"][0]["data"]
+    return "linear", "ok" if np.allclose(found, mark * WEIGHTS.sum(0)) else "wrong"
+
+
+def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
+    """A new region for each: what the server keeps of one has to go with it."""
+    key = f"/accel-soak-{uuid.uuid4().hex[:12]}"
+    x = np.full((1, 4), number % 97, np.float32)
+    handle = shm.create_shared_memory_region(key[1:], key, 128)
+    try:
+        shm.set_shared_memory_region(handle, [x])
+        made.register_system_shared_memory(key, key, 128)
+        given, asked = triton.InferInput("x", [1, 4], "FP32"), triton.InferRequestedOutput("y")
+        given.set_shared_memory(key, 16)
+        asked.set_shared_memory(key, 12, offset=64)
+        made.infer("linear", [given], outputs=[asked], client_timeout=60)
+        found = shm.get_contents_as_numpy(handle, np.float32, [1, 3], offset=64).copy()
+        made.unregister_system_shared_memory(key)
+    finally:
+        shm.destroy_shared_memory_region(handle)
+    return "linear", "ok" if np.allclose(found, x @ WEIGHTS) else "wrong"
+
+
+def sequences(made: Any, http: int, number: int) -> tuple[str, str, int]:
+    """A sequence of three; every other one is left open."""
+    totals = []
+    for step in (1, 2, 3):
+        x = triton.InferInput("x", [1, 1], "FP32")
+        x.set_data_from_numpy(np.full((1, 1), step, np.float32))
+        ends = step == 3 and number % 2 == 0
+        result = made.infer("counter", [x], sequence_id=1 + number % 500, sequence_start=step == 1, sequence_end=ends)
+        totals.append(result.as_numpy("total").item())
+    return "counter", "ok" if totals == [1, 3, 6] else "wrong", 3
+
+
+def texts(made: Any, http: int, number: int) -> tuple[str, str]:
+    ids = np.arange(1 + number % 40, dtype=np.int64)[None]
+    given = triton.InferInput("ids", list(ids.shape), "INT64")
+    given.set_data_from_numpy(ids)
+    found = made.infer("text", [given], client_timeout=60).as_numpy("y")
+    return "text", "ok" if np.array_equal(found, 2 * ids) else "wrong"
+
+
+KINDS = [
+    right, failing, large, refused, reloading, streaming, over_http, through_memory, sequences, texts, texts, texts,
+]  # fmt: skip
+
+
+def repository(models: Path) -> Path:
+    """A model for each of the kinds."""
     for name in ("linear", "bad", "again"):
         linear(models / name / "1")
     identity(models / "same" / "1", FLOAT)
     (models / "same" / "config.pbtxt").write_text("max_batch_size: 0")
-    served = serve(str(models), "--mode", "explicit", "--load-model", "*", path=FAULTY)
-    port = served.wait_for("serving")["ports"]["grpc"]
-    pid = served.process.pid
-    clients = Clients(port, [right, right, failing, large, refused, reloading])
+    for name in ("counter", "text"):
+        (models / name / "1").mkdir(parents=True)
+    rows, lengths = ["batch", 1], ["batch", "length"]
+    artifact(
+        models / "counter" / "1" / "model.onnx",
+        [node("Add", "x total_in", "total"), node("Identity", "total", "total_out")],
+        {"x": (FLOAT, rows), "total_in": (FLOAT, rows)},
+        {"total": (FLOAT, rows), "total_out": (FLOAT, rows)},
+    )
+    (models / "counter" / "config.pbtxt").write_text(
+        'max_batch_size: 8 sequence_batching { state { input_name: "total_in" output_name: "total_out" } }'
+    )
+    artifact(
+        models / "text" / "1" / "model.onnx",
+        [node("Mul", "ids attention_mask", "real"), node("Add", "ids real", "y")],
+        {"ids": (INT64, lengths), "attention_mask": (INT64, lengths)},
+        {"y": (INT64, lengths)},
+    )
+    (models / "text" / "config.pbtxt").write_text(
+        "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 1000 }"
+    )
+    return models
+
+
+def held(served: Any) -> tuple[int, int, int]:
+    """Memory, open files and threads of everything that serves."""
+    found = [(resident(pid), *files_and_threads(pid)) for pid in pids(served)]
+    memory, files, threads = (sum(values) for values in zip(*found, strict=True))
+    return memory, files, threads
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
+    """Fails if an answer is wrong or lost, a counter differs from what the clients counted, or memory, threads or open
+    files grow: the last quarter of the time against the quarter after the first. Two processes get half the time.
+    ACCEL_SOAK_SECONDS shortens both."""
+    seconds = SECONDS / processes
+    words = ["--mode", "explicit", "--load-model", "*", "--processes", str(processes)]
+    served = serve(str(repository(tmp_path / "models")), *words, path=FAULTY)
+    ports = served.wait_for("serving" if processes == 1 else "all processes serve")["ports"]
+    assert len(pids(served)) == processes
+    clients = Clients(ports, KINDS)
     samples: list[tuple[int, int, int]] = []
     began = time.monotonic()
-    while (now := time.monotonic() - began) < SECONDS:
-        time.sleep(min(SECONDS / 200, SECONDS - now))
-        samples.append((resident(pid), *files_and_threads(pid)))
+    while (now := time.monotonic() - began) < seconds:
+        time.sleep(min(seconds / 200, seconds - now))
+        samples.append(held(served))
         assert served.process.poll() is None
     clients.end()
     assert clients.wrong == []
-    with client(port) as made:
+    with client(ports["grpc"]) as made:
         rows = {row.name: row.inference_stats for row in made.get_inference_statistics().model_stats}
-        for name in ("linear", "bad", "same"):
+        for name in ("linear", "bad", "same", "counter", "text"):
             counted = (clients.counts[name, "ok"], clients.counts[name, "failed"])
             assert (rows[name].success.count, rows[name].fail.count) == counted, name
-            assert counted[0] > SECONDS
-        assert clients.counts["again", "reloaded"] > SECONDS / 10
-        assert clients.counts["nothing", "refused"] > SECONDS
+            assert counted[0] > seconds
+        assert clients.counts["again", "reloaded"] > seconds / 10
+        assert clients.counts["nothing", "refused"] > seconds
+        assert not made.get_system_shared_memory_status().regions
     quarter = len(samples) // 4
     for what, slack, before, after in zip(
         ("memory", "files", "threads"),
-        (32 << 20, 16, 16),
+        (processes * 32 << 20, processes * 16, processes * 16),
         np.max(samples[quarter : 2 * quarter], axis=0),
         np.max(samples[-quarter:], axis=0),
         strict=True,
     ):
         print(f"{what}: {before} -> {after}")
         assert after <= before + slack, (what, before, after)
+    assert len(pids(served)) == processes  # none was started again
     assert served.end() == 0
