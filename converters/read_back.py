@@ -47,7 +47,7 @@ def torch(path: Path, known: Signature) -> ReadBack:
         found: list[Row] = []
         for index, place in enumerate(places):
             value = values.get(place)
-            if not hasattr(value, "dtype"):  # a number or None, where a tensor was to be
+            if value is None or not hasattr(value, "dtype"):  # a number or nothing, where a tensor was to be
                 continue
             name = like[index].name if index < len(like) else f"{role}_{index}"
             sizes: list[Size] = [size if isinstance(size, int) else str(size.node.expr) for size in value.shape]

@@ -104,9 +104,7 @@ _FILE = click.Path(path_type=Path)
     help="Load every model, run it once as its warm-up does, say what is wrong, and end.",
 )
 @output_options
-@click.pass_context
 def command(
-    context: click.Context,
     repository: str,
     no_http: bool,
     check: bool,
@@ -122,6 +120,7 @@ def command(
 
     REPOSITORY is a folder, or s3://, gs:// or http(s)://, mirrored into the cache and, with --mode poll, followed.
     """
+    context = click.get_current_context()
     if manifest:
         if no_http:
             raise UsageError("the probes of a manifest ask over HTTP; leave out --no-http")
