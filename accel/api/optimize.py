@@ -216,8 +216,7 @@ def optimize(
             source.judgement = Judgement(
                 drop=0.0, metric=wanted, reference_metric=wanted, max_abs_diff=0.0, judged_on="itself"
             )
-        notes = [note] if (note := renaming_note(src)) else []
-        notes += _notes(rows, samples, quantizing.get("samples"))
+        notes = _notes(rows, samples, quantizing.get("samples"))
         environment: Mapping[str, Any] = {}
         runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
         if runnable or not rows:
@@ -238,6 +237,8 @@ def optimize(
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)
+        if note := renaming_note(src):
+            notes.append(note)
         chosen.status = "chosen"
         with_page = find_spec("jinja2") is not None
         if not with_page:
