@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD := $(VENV)/old-tritonclient
 
-.PHONY: demo test proof soak gpu lint format descriptors clean
+.PHONY: demo test proof record soak gpu lint format descriptors clean
 
 $(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -33,6 +33,15 @@ $(OLD)/ready: tests/serve/old_tritonclient.txt | $(VENV)/ready
 proof: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m proof
 
+# The DeepSpeed checkpoints that the tests read, written anew with the real library, in an environment of its own.
+record: .venv-record/ready
+	DS_ACCELERATOR=cpu .venv-record/bin/python tests/accel/record_deepspeed.py
+
+.venv-record/ready:
+	$(PYTHON) -m venv .venv-record
+	.venv-record/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy safetensors deepspeed==0.19.8
+	@touch $@
+
 # A server under ten minutes of mixed load: memory, threads and open files stay flat, the counters add up.
 soak: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m nightly
@@ -57,4 +66,4 @@ descriptors: $(VENV)/ready
 	$(BIN)/python serve/proto/regenerate.py
 
 clean:
-	rm -rf $(VENV) demo build dist *.egg-info
+	rm -rf $(VENV) .venv-record demo build dist *.egg-info

@@ -25,9 +25,9 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     return found
 
 
-def make_lossy(trainer: Trainer, *, ranks: int, weights: bool, gradients: bool) -> None:
-    """Let one process compute what ``ranks`` ranks with qwZ (``weights``) and qgZ (``gradients``) compute: its
-    micro-batches are the ranks'."""
+def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
+    """Let one process compute what ``ranks`` ranks, ``shards`` of which hold one replica, with qwZ (``weights``) and
+    qgZ (``gradients``) compute: its micro-batches are the ranks'."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 
@@ -36,14 +36,14 @@ def make_lossy(trainer: Trainer, *, ranks: int, weights: bool, gradients: bool) 
         kept = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             for p in parameters:
-                p.copy_(rounded(p, ranks) if weights else p)
+                p.copy_(rounded(p, shards) if weights else p)
         total = [torch.zeros_like(p) for p in parameters]
         seen = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
             seen += exact([batch], forth)
             for p, sum_ in zip(parameters, total, strict=True):
                 assert p.grad is not None
-                sum_ += rounded(p.grad, ranks) if gradients else p.grad
+                sum_ += rounded(p.grad, shards) if gradients else p.grad
                 p.grad = None
         with torch.no_grad():
             for p, old, sum_ in zip(parameters, kept, total, strict=True):

@@ -1,5 +1,5 @@
-"""Everything that one world size is checked with, in one launch: ``torchrun suite.py FOLDER [FOLDER OF
-CHECKPOINTS]``; ``suite.py again FOLDER OTHER`` takes up what OTHER holds."""
+"""Everything that one world size is checked with, in one launch: ``torchrun suite.py FOLDER [OTHER] [then LATER]``
+takes up the checkpoints of OTHER, and at last those that another launch leaves in LATER: it waits for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import dataclasses
 import json
 import os
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,21 @@ ROWS: dict[str, list[str]] = {
     "ZeRO 3, fp16-only (O3)": ["parallel.zero=3", "precision.mode=O3", "precision.loss_scale=1024"],
 }  # fmt: skip
 OWN_MODEL = f"model={HERE}:decoder"
+SCALED = ["precision.loss_scale=1024"]
+SIXTEEN = {
+    "autocast-bf16": ["precision.mode=autocast-bf16"],
+    "autocast-fp16 (O1)": ["precision.mode=O1", *SCALED],
+    "bf16 with master weights": ["precision.mode=bf16"],
+    "fp16 with master weights (O2)": ["precision.mode=O2", *SCALED],
+    "bf16-only": ["precision.mode=bf16-only"],
+    "fp16-only (O3)": ["precision.mode=O3", *SCALED],
+}
+# Axes, and the modes that they are run in: all of them where a step takes little.
+AXES = (
+    ("TP 2", "parallel.tp=2", ("bf16 with master weights", "fp16-only (O3)")),
+    ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),
+    ("CP 2 (Ulysses)", "parallel.cp=2", ("autocast-bf16", "fp16 with master weights (O2)", "bf16-only")),
+)
 # Rows of one world size.
 ONLY: dict[int, dict[str, list[str]]] = {
     2: {
@@ -105,6 +123,12 @@ ONLY: dict[int, dict[str, list[str]]] = {
             "parallel.compression=powersgd", "parallel.compression_rank=4", "parallel.compression_start=5",
         ],
         "ZeRO 3, compiled blocks": ["parallel.zero=3", "compile=true"],
+        "ZeRO 3, bf16-only": ["parallel.zero=3", "precision.mode=bf16-only"],
+        **{f"{axis}, {mode}": [cut, *SIXTEEN[mode]] for axis, cut, modes in AXES for mode in modes},
+        **{f"{axis}, selective recomputation": [cut, "parallel.recompute=selective"] for axis, cut, _ in AXES},
+        "ZeRO 1, CPU offload": ["parallel.zero=1", "parallel.offload=true"],
+        "ZeRO 2, CPU offload, accumulation": ["parallel.zero=2", "parallel.offload=true", "micro_batch=1"],
+        "CP 2 (Ulysses) x ZeRO 3, CPU offload": ["parallel.cp=2", "parallel.zero=3", "parallel.offload=true"],
     },
     4: {
         "ZeRO 3 in 2 replicas (HSDP)": ["parallel.zero=3", "parallel.replicate=2"],
@@ -131,11 +155,24 @@ ONLY: dict[int, dict[str, list[str]]] = {
             "parallel.pp=2", "parallel.tp=2", "parallel.pipeline=zero-bubble", "optimizer.clip=0.1",
         ],
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas": ["parallel.cp=2", "parallel.zero=3", "parallel.replicate=2"],
+        "ZeRO 3 in 2 replicas, CPU offload, selective recomputation": [
+            "parallel.zero=3", "parallel.replicate=2", "parallel.offload=true", "parallel.recompute=selective",
+        ],
+        "ZeRO 3 in 2 replicas, qwZ, qgZ": [
+            "parallel.zero=3", "parallel.replicate=2", "parallel.qwz=true", "parallel.qgz=true",
+        ],
+        "TP 2 x ZeRO 3, CPU offload": ["parallel.tp=2", "parallel.zero=3", "parallel.offload=true"],
+        "PP 2 x ZeRO 1, CPU offload": ["parallel.pp=2", "parallel.zero=1", "parallel.offload=true"],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
     },
     8: {
         "PP 2 x ZeRO 1 x TP 2, 1F1B, clipping": [
             "parallel.pp=2", "parallel.tp=2", "parallel.zero=1", "optimizer.clip=0.1",
+        ],
+        "TP 2 x ZeRO 3 in 2 replicas": ["parallel.tp=2", "parallel.zero=3", "parallel.replicate=2"],
+        "PP 2 x ZeRO 1 in 2 replicas": ["parallel.pp=2", "parallel.zero=1", "parallel.replicate=2", "micro_batch=1"],
+        "ZeRO 3 in 2 replicas, hpZ 2": [
+            "parallel.zero=3", "parallel.replicate=2", "parallel.hpz=2", "micro_batch=1",
         ],
     },
 }  # fmt: skip
@@ -152,6 +189,14 @@ SAVED = {
 TAKEN_UP = {
     2: {**SAVED[2], "tp": ["parallel.tp=2"], "zero3": ["parallel.zero=3"]},
     4: {**SAVED[4], "ddp": ["parallel.zero=0"]},
+}
+# AdamW on float32 copies of bfloat16 weights: saved by 2 ranks, taken up by 4, what it holds compared bit for bit.
+ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
+# The first loss of the last rank is infinite. (Of a pipeline the second: torch tries the loss once to learn shapes.)
+SPIKY = {
+    "zero2": ["parallel.zero=2", f"loss={HERE}:overflow_once"],
+    "tp": ["parallel.tp=2", f"loss={HERE}:overflow_once"],
+    "pp": ["parallel.pp=2", f"loss={HERE}:overflow_second"],
 }
 # One plain step under these gives one process's gradient.
 GRADIENTS = {
@@ -209,16 +254,20 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
     return [trainer.one_step(batches)["loss"] for _ in range(until - trainer.step)]
 
 
-def main(folder: Path, others: list[Path]) -> None:
+def main(folder: Path, others: list[Path], later: list[Path]) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    found: dict[str, Any] = {"parity": {}, "bytes": {}, "resumed": {}, "final": {}}
+    found: dict[str, Any] = {"parity": {}, "bytes": {}, "resumed": {}, "final": {}, "seconds": {}}
     for name, overrides in rows(world).items():
+        began = time.monotonic()
         found["parity"][name] = losses(start(overrides, folder / "none"))
+        found["seconds"][name] = round(time.monotonic() - began, 2)
+    began = time.monotonic()
     if world in SAVED:
         _bytes(found, folder)
         _overflow(found, folder)
         _gradients(world, folder)
         _save(found, world, folder)
+        found["adamw"] = _adamw(folder / "adamw" if world == 2 else others[0] / "adamw", world)
         for source in (folder, *others):
             resume(found, source, world)
     if world == 2:
@@ -237,31 +286,85 @@ def main(folder: Path, others: list[Path]) -> None:
             trainer = start(POWER_SGD, source / "power_sgd")
             trainer.resume()
             found["power_sgd resumed"] = losses(trainer)
+    if world > 1:
+        torch.distributed.barrier()
+    (folder / "saved").touch()
+    found["seconds"]["the rest"] = round(time.monotonic() - began, 2)
+    for source in later:
+        deadline = time.monotonic() + 1800
+        while not (source / "saved").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        resume(found, source, world)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
 def _bytes(found: dict[str, Any], folder: Path) -> None:
+    """What is held after each of a step's micro-batches (the most of it) and between steps, and sent in a step."""
+    from accel.train import passes
+    from accel.train.simulate import Sent, Simulated
+
+    held: dict[str, int] = {}
+
+    def local(tensors: Iterable[torch.Tensor | None]) -> int:
+        return sum(getattr(t, "to_local", lambda t=t: t)().nbytes for t in tensors if t is not None)
+
+    @contextmanager
+    def watched(module: torch.nn.Module, zero: int, *, last: bool) -> Iterator[None]:
+        with whole(module, zero, last=last):
+            yield
+        parameters = list(trainer.module.parameters())
+        now = {"parameters in a step": local(parameters), "gradients": local(p.grad for p in parameters)}
+        held.update({name: max(size, held.get(name, 0)) for name, size in now.items()})
+
     for zero in (0, 1, 2, 3):
-        trainer = start([f"parallel.zero={zero}", "optimizer.name=adamw"], folder / "none")
-        trainer.one_step(trainer.batches())
-        local = [getattr(p, "to_local", lambda p=p: p)() for p in trainer.module.parameters()]
+        trainer = start([f"parallel.zero={zero}", "optimizer.name=adamw", "micro_batch=1"], folder / "none")
+        batches = trainer.batches()
+        trainer.one_step(batches)
+        held.clear()
+        whole, passes.micro_batch = passes.micro_batch, watched
+        try:
+            with Sent(seen := Simulated()):
+                trainer.one_step(batches)
+        finally:
+            passes.micro_batch = whole
         found["bytes"][str(zero)] = {
-            "parameters": sum(t.nbytes for t in local),
+            **held,
+            "parameters": local(trainer.module.parameters()),
             "optimizer": sum(t.nbytes for t in trainer.optimizer.tensors()),
+            "sent": seen.sent,
         }
 
 
+def _adamw(folder: Path, world: int) -> dict[str, Any]:
+    """The losses after the first half, and whether what the optimizer holds is bit for bit what was saved."""
+    file = folder / "state.pt"
+    trainer = start([f"parallel.zero={1 if world == 2 else 3}", *ADAMW], folder)
+    if world == 2:
+        losses(trainer, HALF)
+        trainer.finish()
+        state = gather(trainer.optimizer.state_dict(), trainer.ranks)
+        if state is not None:
+            torch.save(state, file)
+        again = start(["parallel.zero=1", *ADAMW], folder / "none")
+        return {"losses": losses(again)[HALF:]}
+    trainer.resume()
+    state = gather(trainer.optimizer.state_dict(), trainer.ranks)
+    saved = torch.load(file, weights_only=True)
+    kinds = sorted({name.rpartition(".")[2] for name in saved})
+    equal = state is None or (
+        set(state) == set(saved) and all(torch.equal(state[name], value) for name, value in saved.items())
+    )
+    return {"losses": losses(trainer), "equal": equal, "kinds": kinds}
+
+
 def _overflow(found: dict[str, Any], folder: Path) -> None:
-    spiky = [
-        "precision.mode=autocast-fp16",
-        f"loss={HERE}:overflow_once",
-        "parallel.zero=2",
-        "precision.loss_scale=1024",
-    ]
-    trainer = start(spiky, folder / "none")
-    batches = trainer.batches()
-    seen = [trainer.one_step(batches) for _ in range(2)]
-    found["spiky"] = [[s["skipped"], s["loss_scale"]] for s in seen]
+    found["spiky"] = {}
+    for name, overrides in SPIKY.items():
+        spiky = [*overrides, "precision.mode=autocast-fp16", "precision.loss_scale=1024"]
+        trainer = start(spiky, folder / "none")
+        batches = trainer.batches()
+        seen = [trainer.one_step(batches) for _ in range(2)]
+        found["spiky"][name] = [[s["skipped"], s["loss_scale"]] for s in seen]
 
 
 def _gradients(world: int, folder: Path) -> None:
@@ -343,18 +446,8 @@ def _refused(folder: Path) -> dict[str, str]:
     return said
 
 
-def again(folder: Path, others: list[Path]) -> None:
-    """Only take up what others saved."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found: dict[str, Any] = {"resumed": {}}
-    for source in others:
-        resume(found, source, world)
-    if rank == 0:
-        (folder / "again.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    program = again if sys.argv[1] == "again" else main
-    arguments = [Path(a) for a in sys.argv[1:] if a != "again"]
-    program(arguments[0], arguments[1:])
+    words = [*sys.argv[1:], "then"]
+    now, after = words[: words.index("then")], words[words.index("then") + 1 : -1]
+    main(Path(now[0]), [Path(word) for word in now[1:]], [Path(word) for word in after])
     torch.distributed.destroy_process_group()
