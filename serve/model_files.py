@@ -22,11 +22,15 @@ from accel.serve.model_config import TOOLKIT, ModelConfig, declared_signature
 from accel.serve.sequence_config import INITIAL_STATES
 from accel.sources import main_file
 from accel.sources.onnx_file import external_files, open_onnx, probe_apart, read_proto
-from accel.stage_table import READERS
 
 CONFIG = "config.pbtxt"
 TORCH_FILES = ("model.pt2", "model.pt")  # either may hold pickles
 PLAN = "model.plan"  # as Triton calls an engine
+# What says of a file without a manifest what it takes and gives.
+_DESCRIBED = {
+    "onnx": "accel.sources.onnx_file:describe",
+    "openvino": "accel.converters.openvino_from_onnx:describe",
+}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
 
 # What a file is known by: changed bytes change it, a touched or replaced file too.
@@ -197,15 +201,15 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         toolkit = config.parameters[TOOLKIT].string_value if TOOLKIT in config.parameters else "tensorrt"
         signature = declared_signature(config, path.name)
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
-    if kind not in READERS:
+    if kind not in _DESCRIBED:
         raise InvalidModel(
             f"{path} has no manifest that holds, and nothing else says what an engine takes; build it again, or write "
             f"{CONFIG} with its input and output"
         )
     companions: tuple[str, ...] = (path.with_suffix(".bin").name,) if kind == "openvino" else ()
     if kind == "onnx":
-        signature, properties = resolve(READERS[kind])(path)
+        signature, properties = resolve(_DESCRIBED[kind])(path)
         companions = external_files(read_proto(path))
     else:
-        signature, properties = run_in_child(READERS[kind], timeout=600, path=path)
+        signature, properties = run_in_child(_DESCRIBED[kind], timeout=600, path=path)
     return Artifact(path=path, kind=kind, signature=signature, properties=properties, companions=companions)

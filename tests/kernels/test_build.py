@@ -84,7 +84,15 @@ def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
         command = [sys.executable, "-m", "accel", "kernels", "build", "--arch", arch, "--jobs", "2"]
         environment = {**os.environ, "SLOW": "300", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         running.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                # A suite that runs in the background of a shell hands down a SIGINT that is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
         )
         until(lambda: len(started()) == 4 or running[-1].poll() is not None)
         return running[-1]
