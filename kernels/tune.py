@@ -13,7 +13,7 @@ from itertools import cycle
 
 import torch
 
-from accel.errors import AccelError, UnknownName, UnsupportedHere
+from accel.errors import AccelError, UnknownName, UnsupportedHere, one_line
 from accel.kernels import dispatch, reference
 from accel.kernels.reference import TORCH_DTYPES
 from accel.kernels.spec import SCALED, ConvSpec, EpilogueSpec, GemmSpec
@@ -75,13 +75,13 @@ def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable
         try:
             timed[candidate.name] = timer(candidate.run)
         except (AccelError, RuntimeError) as error:  # CUDA's and Triton's errors are RuntimeErrors
-            refused[candidate.name] = _one_line(error)
+            refused[candidate.name] = one_line(error, 200)
     fit = [candidate for candidate in candidates if candidate.name in timed]
     for candidate in sorted(fit, key=lambda one: timed[one.name]):
         try:
             ratio = candidate.error()
         except (AccelError, RuntimeError) as error:
-            refused[candidate.name] = _one_line(error)
+            refused[candidate.name] = one_line(error, 200)
             continue
         if not ratio <= 1:  # a NaN is not
             refused[candidate.name] = f"its error is {ratio:.3g} times the bound"
@@ -90,10 +90,6 @@ def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable
         table.put(key, entry)
         return Tuned(key=key, entry=entry, timed=timed, refused=refused)
     return Tuned(key=key, entry=None, timed=timed, refused=refused)
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def specs(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadRepository
+from accel.errors import AccelError, BadRepository, one_line
 from accel.runtimes.base import BaseSession, Session, default_runtime, get_runtime, open_session
 from accel.serve import model_config
 from accel.serve.devices import runtime_for
@@ -164,7 +164,7 @@ def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, larg
             session.run(feeds)
         except (AccelError, RuntimeError) as error:
             # Random inputs can be ones that the model refuses: no reason not to serve it.
-            log.warning(WARM_UP_FAILED, extra={"model": config.name, "reason": " ".join(str(error).split())[:300]})
+            log.warning(WARM_UP_FAILED, extra={"model": config.name, "reason": one_line(error)})
 
 
 def _sample(sample: Any, config: ModelConfig, artifact: Artifact) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf import json_format, text_format
 
-from accel.errors import BadRepository
+from accel.errors import BadRepository, one_line
 from accel.serve import proto
 from accel.serve.profiles import Profile, rows_of
 from accel.serve.scheduling import LengthBatching, QueuePolicy, Scheduling
@@ -42,7 +42,7 @@ def parse(text: str, where: str) -> ModelConfig:
     try:
         text_format.Parse(text, config, descriptor_pool=proto.POOL)
     except (text_format.ParseError, RecursionError) as error:
-        raise BadRepository(f"can't read {where}: {_one_line(error)}; see Triton's model configuration") from None
+        raise BadRepository(f"can't read {where}: {one_line(error)}; see Triton's model configuration") from None
     return config
 
 
@@ -52,7 +52,7 @@ def parse_json(text: str, where: str) -> ModelConfig:
     try:
         json_format.Parse(text, config, descriptor_pool=proto.POOL)
     except (json_format.ParseError, RecursionError) as error:
-        raise BadRepository(f"can't read {where}: {_one_line(error)}; send a ModelConfig as JSON") from None
+        raise BadRepository(f"can't read {where}: {one_line(error)}; send a ModelConfig as JSON") from None
     return config
 
 
@@ -317,7 +317,3 @@ def gives_batch(text: str) -> bool:
     # Of a field that comes twice the last counts: only where the file has none is it the number before it.
     text_format.Merge(f"max_batch_size: {_NO_BATCH}\n{text}", config, descriptor_pool=proto.POOL)
     return bool(config.max_batch_size != _NO_BATCH)
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], float]
 
-_BATCH = 8
+BATCH = 8
 
 # Without a metric outputs are compared on this many batches at most.
 MOST_BATCHES = 16
@@ -185,12 +185,12 @@ class Judge:
         and order of the samples: it gets all of them."""
         if self._stream is None:
             return 0, len(self.source.signature.cases())
-        count = self._stream.batch_count(_BATCH)
+        count = self._stream.batch_count(BATCH)
         if not count:
             raise BadData(f"{self.data} has too few samples for the model's fixed batch; add some")
         if self.metric is not None:
             return 0, count
-        seen = -(-skip // _BATCH)
+        seen = -(-skip // BATCH)
         seen = seen if seen < count else 0
         return seen, min(count - seen, MOST_BATCHES)
 
@@ -201,7 +201,7 @@ class Judge:
             for index, sizes in enumerate(signature.cases()):
                 yield signature.example_inputs(seed=100 + index, **sizes)
             return
-        yield from itertools.islice(self._stream.batches(_BATCH, skip=self._skip), self._count)
+        yield from itertools.islice(self._stream.batches(BATCH, skip=self._skip), self._count)
 
 
 def _cosines(reference: list[dict[str, np.ndarray]], outputs: list[dict[str, np.ndarray]], name: str) -> np.ndarray:

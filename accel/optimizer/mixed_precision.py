@@ -7,13 +7,13 @@ import glob
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact, canonical_json, text_sha256
+from accel.artifact import Artifact, canonical_json, finite_json, text_sha256
 from accel.cache import StageCache
 from accel.converters.cast import CastConfig
 from accel.converters.quantize import QuantizeConfig
@@ -21,7 +21,7 @@ from accel.converters.quantize_sensitivity import Sensitivity, sensitivities
 from accel.errors import GateFailed, NothingPassed
 from accel.optimizer.assignment import Assignment, Upgrade, assigned, assigned_after, cost, upgrades
 from accel.optimizer.budget import OutOfTime
-from accel.optimizer.judge import MOST_BATCHES, Judge, Judgement, Metric
+from accel.optimizer.judge import BATCH, MOST_BATCHES, Judge, Judgement, Metric
 from accel.optimizer.label_metric import LabelMetric
 from accel.optimizer.recipes import Recipe, Step
 from accel.progress import report
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 # Of the layers that the search left float, this many are tried in int8 again one by one.
 _SECOND_LOOKS = 8
-
-# What is written of a half: as much as a judge reads of it.
-_BATCH = 8
-_MOST = MOST_BATCHES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +64,12 @@ class Trajectory:
     not_confirmed: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = _finite(asdict(self))
+        found: dict[str, Any] = finite_json(asdict(self))
         return found
 
     def precision_of(self, node: str) -> str:
         """What the layer ``node`` computes in."""
         return "fp32" if node in self.in_fp32 else self.base if node in self.kept else "int8"
-
-
-def _finite(value: Any) -> Any:
-    """Without infinities, which JSON has no word for."""
-    if isinstance(value, Mapping):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def assign(
@@ -295,10 +282,11 @@ def _write_batches(stream: SampleStream, first: Path, second: Path) -> bool:
     one sample, or one batch of a model that takes no other."""
     import numpy as np
 
-    size = max(1, min(_BATCH, len(stream) // 2))
+    size = max(1, min(BATCH, len(stream) // 2))
     count = stream.batch_count(size)
     for folder, start, stop in ((first, 0, count // 2), (second, count // 2, count)):
-        for number, feeds in enumerate(itertools.islice(stream.batches(size, skip=start), min(stop - start, _MOST))):
+        batches = itertools.islice(stream.batches(size, skip=start), min(stop - start, MOST_BATCHES))
+        for number, feeds in enumerate(batches):
             np.savez(folder / f"{number:06d}.npz", **feeds)  # type: ignore[arg-type]
     return count > 1
 

@@ -10,12 +10,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_builder import FLOAT, artifact
 
 from accel.artifact import Artifact
 from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
 from accel.optimizer.recipes import Request, recipes
 from accel.runtimes.base import open_session
-from accel.sources.onnx_file import open_onnx
 from accel.target import Target
 
 
@@ -29,16 +29,7 @@ def net(path: Path, opset: int = 21) -> Artifact:
         helper.make_node("MatMul", ["a", "w2"], ["b"], name="odd"),
         helper.make_node("Gemm", ["b", "w3"], ["y"], name="turned", transB=1),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 256])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 128])],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    onnx.save(model, str(path))
-    return open_onnx(path, probe=False)
+    return artifact(path, nodes, {"x": (FLOAT, ["batch", 256])}, {"y": (FLOAT, ["batch", 128])}, constants, opset=opset)
 
 
 def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_builder import FLOAT, artifact
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
@@ -17,7 +18,7 @@ from accel.errors import UnknownName, UnsupportedHere
 from accel.optimizer import recipes as module
 from accel.optimizer.recipes import Request, recipes
 from accel.runtimes.base import open_session
-from accel.sources.onnx_file import open_onnx, read_proto
+from accel.sources.onnx_file import read_proto
 from accel.stage import run_stage
 from accel.target import Target
 from accel.verify.gates import OutputGate
@@ -41,16 +42,14 @@ def linear_net(path: Path, opset: int) -> Artifact:
         helper.make_node("MatMul", ["r", "w2"], ["b"], name="second"),
         helper.make_node("Gemm", ["b", "w3"], ["y"], name="small", transB=1),
     ]
-    graph = helper.make_graph(
+    return artifact(
+        path,
         nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 256])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()],
+        {"x": (FLOAT, ["batch", 256])},
+        {"y": (FLOAT, ["batch", 8])},
+        {name: value.astype(np.float32) for name, value in constants.items()},
+        opset=opset,
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    onnx.save(model, str(path))
-    return open_onnx(path, probe=False)
 
 
 @pytest.mark.parametrize("mode", MODES)

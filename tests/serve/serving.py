@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,23 @@ from onnx import TensorProto
 from tritonclient.utils import InferenceServerException
 
 from accel.serve.process import ServingProcess
+from accel.serve.repository import Repository
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
+
+# Of "linear" and "relu", as steps one after the other.
+ENSEMBLE = """
+max_batch_size: 8
+input { name: "image" data_type: TYPE_FP32 dims: [4] }
+output { name: "score" data_type: TYPE_FP32 dims: [3] }
+ensemble_scheduling {
+  step { model_name: "linear" model_version: -1
+         input_map { key: "x" value: "image" } output_map { key: "y" value: "raw" } }
+  step { model_name: "relu" model_version: 1
+         input_map { key: "x" value: "raw" } output_map { key: "z" value: "score" } }
+}
+"""
 
 # On the path of a server: models under "bad" do what their input says, see the file there.
 FAULTY = Path(__file__).parent / "faulty_sessions"
@@ -181,3 +196,15 @@ class Load:
 def pids(served: Any) -> list[int]:
     """Of the processes that serve, as they came."""
     return [line["process"] for line in served.log if line["message"] == "serving"]
+
+
+def assert_refused(root: Path, said: str) -> None:
+    """The one model of the repository isn't loaded, for this reason."""
+    repository = Repository(root)
+    try:
+        repository.start()
+        [row] = repository.index()
+        assert row.state == "UNAVAILABLE"
+        assert re.search(said, row.reason), row.reason
+    finally:
+        repository.close(1.0)

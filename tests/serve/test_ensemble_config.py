@@ -9,27 +9,15 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from onnx_builder import artifact, node
-from serving import FLOAT, WEIGHTS, Start, linear
+from serving import ENSEMBLE, FLOAT, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
-
-CONFIG = """
-max_batch_size: 8
-input { name: "image" data_type: TYPE_FP32 dims: [4] }
-output { name: "score" data_type: TYPE_FP32 dims: [3] }
-ensemble_scheduling {
-  step { model_name: "linear" model_version: -1
-         input_map { key: "x" value: "image" } output_map { key: "y" value: "raw" } }
-  step { model_name: "relu" model_version: 1
-         input_map { key: "x" value: "raw" } output_map { key: "z" value: "score" } }
-}
-"""
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     root = tmp_path / "models"
     (root / "both" / "1").mkdir(parents=True)
-    (root / "both" / "config.pbtxt").write_text(CONFIG)
+    (root / "both" / "config.pbtxt").write_text(ENSEMBLE)
     linear(root / "linear" / "1")
     (root / "relu" / "1").mkdir(parents=True)
     shape = ["batch", 3]

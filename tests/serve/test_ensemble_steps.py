@@ -12,22 +12,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from onnx_builder import artifact, node
-from serving import FLOAT, INT64, WEIGHTS, Start, linear
+from serving import ENSEMBLE, FLOAT, INT64, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
 
 from accel.serve.repository import Repository
 
-CONFIG = """
-max_batch_size: 8
-input { name: "image" data_type: TYPE_FP32 dims: [4] }
-output { name: "score" data_type: TYPE_FP32 dims: [3] }
-ensemble_scheduling {
-  step { model_name: "linear" model_version: -1
-         input_map { key: "x" value: "image" } output_map { key: "y" value: "raw" } }
-  step { model_name: "relu" model_version: -1
-         input_map { key: "x" value: "raw" } output_map { key: "z" value: "score" } }
-}
-"""
+CONFIG = ENSEMBLE.replace('"relu" model_version: 1', '"relu" model_version: -1')
 
 
 def ensemble(root: Path, config: str = CONFIG, name: str = "both") -> None:

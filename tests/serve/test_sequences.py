@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 import tritonclient.grpc as triton
 from onnx import TensorProto
 from onnx_builder import artifact, node
-from serving import FLOAT, INT64, Start
+from serving import FLOAT, INT64, Start, assert_refused
 from tritonclient.utils import InferenceServerException
-
-from accel.serve.repository import Repository
 
 BOOL, INT32, STRING = TensorProto.BOOL, TensorProto.INT32, TensorProto.STRING
 
@@ -194,14 +191,3 @@ def test_a_state_of_another_size(tmp_path: Path) -> None:
     """Fails if a file that can't be the state is taken for it."""
     configure(tmp_path / "sums", begin=(1.0, 2.0, 3.0))
     assert_refused(tmp_path, "initial_state/begin is not the state 'state': .*Expected 8, got 12")
-
-
-def assert_refused(root: Path, said: str) -> None:
-    repository = Repository(root)
-    try:
-        repository.start()
-        [row] = repository.index()
-        assert row.state == "UNAVAILABLE"
-        assert re.search(said, row.reason), row.reason
-    finally:
-        repository.close(1.0)

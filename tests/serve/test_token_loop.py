@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from onnx_builder import artifact, node
-from serving import FLOAT, INT64, Start
+from serving import FLOAT, INT64, Start, assert_refused
 from tritonclient.utils import InferenceServerException
-
-from accel.serve.repository import Repository
 
 VOCABULARY, WIDTH = 11, 6
 _RNG = np.random.default_rng(3)
@@ -256,11 +253,4 @@ def test_what_is_refused(tmp_path: Path, kind: str, before: str, after: str, sai
     assert before in config
     make(tmp_path / "writer" / "1")
     (tmp_path / "writer" / "config.pbtxt").write_text(config.replace(before, after))
-    repository = Repository(tmp_path)
-    try:
-        repository.start()
-        [row] = repository.index()
-        assert row.state == "UNAVAILABLE"
-        assert re.search(said, row.reason), row.reason
-    finally:
-        repository.close(1.0)
+    assert_refused(tmp_path, said)

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from serving import FLOAT, Served, Start, linear
+from serving import ENSEMBLE, FLOAT, Served, Start, linear
 from tritonclient.utils import InferenceServerException
 
 from accel.serve.settings import TraceSettings
@@ -184,16 +184,7 @@ def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
     shape = ["batch", 3]
     for name, text in {
         "relu": "",
-        "both": """
-            max_batch_size: 8
-            input { name: "image" data_type: TYPE_FP32 dims: [4] }
-            output { name: "score" data_type: TYPE_FP32 dims: [3] }
-            ensemble_scheduling {
-              step { model_name: "linear" model_version: -1
-                     input_map { key: "x" value: "image" } output_map { key: "y" value: "raw" } }
-              step { model_name: "relu" model_version: 1
-                     input_map { key: "x" value: "raw" } output_map { key: "z" value: "score" } }
-            }""",
+        "both": ENSEMBLE,
     }.items():
         (repository / name / "1").mkdir(parents=True)
         if text:
