@@ -37,6 +37,7 @@ import accel
 from accel.bench.environment import environment
 
 HERE = Path(__file__).parent
+DEALS = 4
 RESULTS = HERE / "results"
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 MODELS = """
@@ -93,12 +94,13 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds; ``spread`` is (max - min) / median of the requests a second."""
+    """Medians over the rounds; ``rates``: the requests a second of each, ``spread``: their (max - min) / median."""
 
     scenario: str
     server: str
     concurrency: int
     requests_per_second: float
+    rates: tuple[float, ...]
     spread: float
     p50_ms: float
     p99_ms: float
@@ -108,12 +110,13 @@ class Row:
 @dataclass(frozen=True)
 class Overhead:
     """One caller at a time: medians over the rounds of the p50 over the wire, of ``session.run`` with one thread on the
-    same request, and of their difference."""
+    same request, and of their difference; ``rounds``: that difference in each."""
 
     scenario: str
     rpc_us: float
     run_us: float
     overhead_us: float
+    rounds: tuple[float, ...]
 
 
 def main() -> None:
@@ -164,7 +167,7 @@ def measure(
                     grpc = server != "litserve"
                     with counted(port, scenario.name) if server == "accel" else contextlib.nullcontext([]) as sent:
                         run = load(port, files[grpc], concurrency, seconds, grpc=grpc)
-                        sent.append((int(run["answered"]), 2 * concurrency))
+                        sent.append((int(run["answered"]), (1 + DEALS) * concurrency))
                     found.setdefault((server, concurrency), []).append(run)
                     if server == "accel" and concurrency == 1:
                         alone.append((1000 * run["p50"], session_run_us(model, x, seconds)))
@@ -240,6 +243,7 @@ def overhead(scenario: str, runs: list[tuple[float, float]]) -> Overhead:
         rpc_us=statistics.median(rpc for rpc, _ in runs),
         run_us=statistics.median(run for _, run in runs),
         overhead_us=statistics.median(rpc - run for rpc, run in runs),
+        rounds=tuple(rpc - run for rpc, run in runs),
     )
 
 
@@ -251,6 +255,7 @@ def row(scenario: str, server: str, concurrency: int, runs: list[dict[str, float
         server=server,
         concurrency=concurrency,
         requests_per_second=middle,
+        rates=tuple(rates),
         spread=(max(rates) - min(rates)) / middle,
         p50_ms=statistics.median(run["p50"] for run in runs),
         p99_ms=statistics.median(run["p99"] for run in runs),
@@ -288,29 +293,39 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
 def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
     """``concurrency`` connections with one request under way each, for ``seconds`` after a second of warm-up.
 
-    The warm-up is a run of its own: h2load counts none of the requests that it sends in its own warm-up.
+    The system deals connections to the processes of a server at random, and unevenly where they are few: so the time is
+    cut into ``DEALS`` parts, each with connections of its own. The warm-up is a run of its own: h2load counts none of
+    the requests that it sends in its own warm-up.
     """
     log = body.with_suffix(".log")
-    log.unlink(missing_ok=True)
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]
     if grpc:
         words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
     else:
         words += ["--h1", "-H", "content-type: application/json", f"http://127.0.0.1:{port}/predict"]
-    warm_up = subprocess.run([*words, "-D", "1s"], capture_output=True, text=True, check=True).stdout
-    words += [f"--log-file={log}", "-D", f"{round(1000 * seconds)}ms"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    rate = re.search(r"finished in .*?, ([\d.]+) req/s", said)
-    codes = re.search(r"(\d+) failed, (\d+) errored, (\d+) timeout", said)
-    if not rate or not codes:
-        raise RuntimeError(said)
-    if not log.read_text():
-        raise RuntimeError(f"no answer in {seconds} s: {said}")
-    times = sorted(int(line.split("\t")[2]) / 1000 for line in log.read_text().splitlines())
+    answered = answers(subprocess.run([*words, "-D", "1s"], capture_output=True, text=True, check=True).stdout)
+    words += [f"--log-file={log}", "-D", f"{round(1000 * seconds / DEALS)}ms"]
+    rates: list[float] = []
+    times: list[float] = []
+    failed = 0
+    for _ in range(DEALS):
+        log.unlink(missing_ok=True)
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        rate = re.search(r"finished in .*?, ([\d.]+) req/s", said)
+        codes = re.search(r"(\d+) failed, (\d+) errored, (\d+) timeout", said)
+        if not rate or not codes:
+            raise RuntimeError(said)
+        if not log.read_text():
+            raise RuntimeError(f"no answer in {seconds / DEALS} s: {said}")
+        rates.append(float(rate[1]))
+        failed += sum(map(int, codes.groups()))
+        answered += answers(said)
+        times += [int(line.split("\t")[2]) / 1000 for line in log.read_text().splitlines()]
+    times.sort()
     return {
-        "rate": float(rate[1]),
-        "failed": float(sum(map(int, codes.groups()))),
-        "answered": float(answers(warm_up) + answers(said)),
+        "rate": statistics.mean(rates),
+        "failed": float(failed),
+        "answered": float(answered),
         "p50": times[len(times) // 2],
         "p99": times[int(len(times) * 0.99)],
     }
@@ -442,8 +457,8 @@ def write(rows: list[Row], overheads: list[Overhead], peers: Path | None, folder
 
 
 def reached(rows: list[Row], overheads: list[Overhead]) -> list[Goal]:
-    rates = {(r.scenario, r.server, r.concurrency): r.requests_per_second for r in rows}
-    return goals(rates, next((one.overhead_us for one in overheads if one.scenario == "mlp"), None))
+    rates = {(r.scenario, r.server, r.concurrency): r.rates for r in rows}
+    return goals(rates, next((one.rounds for one in overheads if one.scenario == "mlp"), ()))
 
 
 def versions(peers: Path | None) -> dict[str, str]:

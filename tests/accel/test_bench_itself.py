@@ -73,9 +73,12 @@ def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
     """Fails if the script can't run its model on a runtime, or what it writes down isn't what was measured."""
     artifacts = script.models(tmp_path)
     for name, runtime in (("delayed-02", "onnxruntime"), ("same-01", "openvino")):
-        found = script.run(name, artifacts, 5, 0.01)
+        found = script.run(name, artifacts, {"rounds": 5, "block_seconds": 0.01})
         assert found["runtime"] == runtime
         assert found["median_ms"] > 0
         assert found["rounds"] == 5
+        assert {lane: len(medians) for lane, medians in found["round_medians_ms"].items()} == {
+            "model": 5, name.partition("-")[0]: 5, "model (again)": 5,
+        }  # fmt: skip
         assert found["ci95"][0] <= found["speedup"] <= found["ci95"][1]
         assert name in script.page({"rows": {name: found}})

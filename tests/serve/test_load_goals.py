@@ -26,27 +26,31 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_goals(script: ModuleType) -> None:
-    """Fails if a ratio is the wrong way round, taken against the slower of a peer's ways or at another concurrency, or
-    a goal is met at the wrong side of its bound."""
+    """Fails if a ratio is the wrong way round, not taken in each round, against the slower of a peer's ways or at
+    another concurrency, or a goal is met at the wrong side of its bound."""
     rates = {
-        ("mlp", "accel", 8): 3300.0, ("mlp", "mlserver", 8): 1000.0, ("mlp", "mlserver-workers", 8): 500.0,
-        ("mlp", "accel", 32): 3300.0, ("mlp", "mlserver", 32): 900.0, ("mlp", "mlserver-workers", 32): 1100.0,
-        ("image", "accel", 8): 80.0, ("image", "floor", 8): 100.0, ("image", "mlserver", 8): 10.0,
-        ("small", "accel", 8): 85.0, ("small", "floor", 8): 100.0,
+        # A machine twice as slow in the second round: both are.
+        ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],
+        ("mlp", "mlserver-workers", 8): [500.0, 600.0, 500.0],
+        ("mlp", "accel", 32): [3300.0], ("mlp", "mlserver", 32): [900.0], ("mlp", "mlserver-workers", 32): [1100.0],
+        ("image", "accel", 8): [80.0], ("image", "floor", 8): [100.0], ("image", "mlserver", 8): [10.0],
+        ("small", "accel", 8): [85.0], ("small", "floor", 8): [100.0],
     }  # fmt: skip
-    found = script.goals(rates, 249.0)
+    found = script.goals(rates, [249.0, 100.0, 249.5])
     assert [goal.found for goal in found] == pytest.approx([3.3, 3.0, 0.8, 0.85, 249.0])
     assert [goal.met for goal in found] == [True, False, False, True, True]
-    assert script.goals(rates, 250.0)[-1].met is False
+    assert found[0].row()["rounds"] == pytest.approx([3.3, 3.4, 3.2])
+    assert script.goals(rates, [250.0])[-1].met is False
     lines = script.table(found)
     assert [line.split("|")[-2].strip() for line in lines[2:]] == ["yes", "no", "no", "yes", "yes"]
+    assert "3.20 to 3.40" in lines[2]
 
 
 def test_what_was_not_measured(script: ModuleType) -> None:
     """Fails if a goal without a figure is said to be met, or to be missed."""
-    found = script.goals({("mlp", "accel", 8): 3300.0, ("small", "accel", 8): 1.0}, None)
+    found = script.goals({("mlp", "accel", 8): [3300.0], ("small", "accel", 8): [1.0]}, [])
     assert {goal.met for goal in found} == {None}
-    assert all("not measured | - |" in line for line in script.table(found)[2:])
+    assert all("not measured |  | - |" in line for line in script.table(found)[2:])
     assert all(goal.row()["found"] is None for goal in found)
 
 
