@@ -12,7 +12,7 @@ Rates = Mapping[tuple[str, str, int], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The median of ``rounds`` has to be at least ``bound``, below it where ``at_most``. No rounds: it wasn't measured."""
+    """The median of ``rounds`` has to be at least ``bound``, below it where ``at_most``. No rounds: not measured."""
 
     what: str
     bound: float

@@ -3,8 +3,10 @@
 The waiting requests are sorted by length and cut into batches where the sum of what the batches cost is the least: the
 best cut of the first i ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i),
 which is dynamic programming over O(n * batch) cells. The least sum also is the earliest end of the last batch, so no
-other cut of the same requests has a smaller longest wait. Which batch goes first is decided by the delay bound: the one
-with the request that has waited its time. Before that none does, unless as many wait as fit into one.
+other cut of the same requests has a smaller longest wait. The batch whose oldest request may wait the shortest goes
+first, and it goes when one of the batches would be late if they were run one after the other from then on: each request
+is to be run within the delay bound, or answered where that leaves it half of the bound to wait for company. Before that
+none goes, unless as many wait as fit into one.
 """
 
 from __future__ import annotations
@@ -112,12 +114,27 @@ class LengthBatchingRows(RowBatching):
             return Choice([], NEVER)
         window = max(_WINDOW, 2 * self.limit)
         found = list(islice((entry for entry in queue if entry.key == head.key), window))
-        first = next((entry for entry in found if hurry or self.due(entry) <= now), None)
-        if first is None and sum(entry.rows for entry in found) >= self.limit_of(found):
-            first = head  # company enough has come
-        if first is None:
-            return Choice([], min(map(self.due, found)))
-        return Choice(next(batch for batch in self._batches(found) if first in batch), now)
+        go = hurry or sum(entry.rows for entry in found) >= self.limit_of(found)  # company enough has come
+        # No cut costs more than each request by itself: what follows needn't be computed for every request that comes.
+        soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
+        if not go and now < soonest:
+            return Choice([], soonest)
+        batches = sorted(self._batches(found), key=self._urgency)
+        latest, end = NEVER, 0.0
+        for batch in batches:
+            seconds = self._seconds(batch)
+            latest = min(latest, min(map(self.due, batch)) - end - min(seconds, self._delay / 2))
+            end += seconds
+        return Choice(batches[0], now) if go or now >= latest else Choice([], latest)
+
+    def _urgency(self, batch: Sequence[Entry]) -> tuple[int, float, int]:
+        """What the batch of the most urgent request sorts by."""
+        return min((entry.level, self.due(entry), entry.seq) for entry in batch)
+
+    def _seconds(self, batch: Sequence[Entry]) -> float:
+        """What it costs to run them together."""
+        longest = max(entry.length for entry in batch)
+        return float(self._cost(longest, batch[0])[sum(entry.rows for entry in batch)])
 
     def _batches(self, found: Sequence[Entry]) -> list[list[Entry]]:
         by_length = sorted(found, key=lambda entry: entry.length)

@@ -142,6 +142,47 @@ def test_a_dear_run_is_shared() -> None:
         check(caller)
 
 
+class TimedSession(TextSession):
+    """As ``TextSession``, each run of which takes what ``costs`` says."""
+
+    def __init__(self, costs: CostTable, clock: FakeClock) -> None:
+        super().__init__()
+        self._costs, self._clock = costs, clock
+
+    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        rows, length = feeds["ids"].shape
+        self._clock.now += float(self._costs.by_rows(length, rows)[rows])
+        return super().run(feeds)
+
+
+def test_requests_are_run_within_the_delay_bound() -> None:
+    """A simulated stream of texts at half of what the model can do. Fails if a request is only looked at when it has
+    waited its time, and so waits for the run of another batch on top, or if waiting for company brings none."""
+    clock = FakeClock()
+    costs = CostTable((1, 8), (1, 64), ((0.004, 0.02), (0.008, 0.12)))
+    session = TimedSession(costs, clock)
+    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=LENGTHS, max_delay_us=100_000)
+    executor = make_executor(
+        TEXT, scheduling, lambda: session, name="m", version="1", clock=clock, start=False, costs=costs
+    )
+    assert isinstance(executor, QueuedExecutor)
+    rng = np.random.default_rng(0)
+    instants = list(clock.now + np.cumsum(rng.exponential(0.014, 600)))
+    lengths = np.clip(rng.lognormal(2.5, 0.9, 600), 1, 64).astype(int)
+    alone = sum(float(costs.by_rows(int(length), 1)[1]) for length in lengths)
+    tickets, began = [], clock.now
+    while len(tickets) < len(instants) or executor.pending():
+        while len(tickets) < len(instants) and instants[len(tickets)] <= clock.now:
+            request, arrived = text(0, int(lengths[len(tickets)])), float(instants[len(tickets)])
+            tickets.append(executor.submit(request, lambda _: None, arrived=arrived))
+        if not executor.poll():
+            clock.now += 0.0005
+    assert 0.4 < alone / (clock.now - began) < 0.7  # the load that was meant
+    waits = [ticket.durations.queue / 1e9 for ticket in tickets]
+    assert np.quantile(waits, 0.99) <= 0.1
+    assert len(session.feeds) < 0.5 * len(tickets)
+
+
 def test_the_delay_bound() -> None:
     """Fails if a long request waits for long company after its time, or a batch starts before anybody's time is up."""
     executor, session, clock = by_length(max_delay_us=1000)
