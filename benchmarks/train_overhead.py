@@ -1,20 +1,24 @@
 """How much does `accel train` cost over the same model in a bare torch loop, and what does DeepSpeed take?
 
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
+    python benchmarks/train_overhead.py --deepspeed PATH/bin/python
 
 Two gloo ranks, one thread each, a GPT of 10.7 M parameters, AdamW, float32. The loops' steps take turns in one process
 group, in an order that turns round each time, so that whatever else the machine does meets all of them. Accel's is
 everything that a run does at a step: data, passes, the check that the gradient is finite, the log. The bare loop is DDP
-at ZeRO 0 and FSDP2 by block at ZeRO 3, with the mean of the batch as its loss, no check, no clipping and no log.
-DeepSpeed takes part where it is installed beside accel (`pip install deepspeed`; DS_ACCELERATOR=cpu is set here), at
-the same stage and with the same optimizer. Each figure is the median over the turns of a loop's time divided by the
-bare loop's time in the same turn, less 1, with its 95 % bootstrap interval. Run it on a quiet machine: with other work
-on the cores the interval is wider than the figure.
+at ZeRO 0, FSDP2 by block at ZeRO 3 and the same with gathered parameters kept at ZeRO 2, with the mean of the batch as
+its loss, no check, no clipping and no log. DeepSpeed takes part at the same stage and with the same optimizer where it
+is installed beside accel, or in an environment of its own with the same Python, whose interpreter ``--deepspeed``
+names: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson
+py-cpuinfo einops msgpack` (torch and the rest are accel's; DS_ACCELERATOR=cpu is set here). Each figure is the median
+over the turns of a loop's time divided by the bare loop's time in the same turn, less 1, with its 95 % bootstrap
+interval. Run it on a quiet machine: with other work on the cores the interval is wider than the figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -37,6 +41,8 @@ from accel.examples.gpt import GPT, GPTConfig
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
+# What the bare loop is at a ZeRO stage.
+LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
 _TURNS = "TRAIN_OVERHEAD_TURNS"  # tells a rank that it is one
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
@@ -66,8 +72,10 @@ def accel_step(zero: int, folder: Path) -> Callable[[], None]:
     config = TrainConfig.from_dict({**body, "global_batch": BATCH, "micro_batch": BATCH // 2})
     trainer = Trainer(config, folder, join(config))
     batches = trainer.batches()
-    watchdog.clear(folder)
-    log = trainer._log() if trainer.ranks.rank == 0 else None
+    log = None
+    if trainer.ranks.rank == 0:
+        watchdog.clear(folder)
+        log = trainer._log()
 
     def step() -> None:
         watchdog.beat(folder)
@@ -87,8 +95,8 @@ def bare_step(zero: int) -> Callable[[], None]:
     if zero:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in module.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+            fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3)
+        fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3)
     else:
         called = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = adamw(module)
@@ -139,10 +147,12 @@ def rank_main(out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for zero in (0, 3):
+    for zero, loop in LOOPS.items():
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
+        gc.collect()  # or loops pay for each other's garbage by turns
+        gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(int(os.environ[_TURNS]) + 2):
@@ -155,9 +165,10 @@ def rank_main(out: Path) -> None:
                 dist.barrier()
                 if turn >= 2:
                     seconds[name].append((time.perf_counter() - began) / STEPS)
-        found["DDP" if zero == 0 else "FSDP2"] = compared(seconds)
+        found[loop] = compared(seconds)
     if dist.get_rank() == 0:
-        (out / "found.json").write_text(json.dumps(found))
+        seen = {"results": found, "deepspeed": version("deepspeed") if "deepspeed" in steps else None}
+        (out / "found.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 
@@ -175,17 +186,36 @@ def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return found
 
 
+def packages(python: str) -> str:
+    """Where the environment of an interpreter keeps its packages. Ends the program where its Python is another one or
+    it has no DeepSpeed."""
+    ask = (
+        "import importlib.metadata, platform, sysconfig; importlib.metadata.version('deepspeed'); "
+        "print(platform.python_version_tuple()[:2] == {!r}, sysconfig.get_path('purelib'))"
+    )
+    try:
+        line = [python, "-c", ask.format(platform.python_version_tuple()[:2])]
+        same, folder = subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip().split(" ", 1)
+    except (OSError, subprocess.CalledProcessError):
+        sys.exit(f"{python} has no deepspeed, or is no Python; --help says how to make its environment")
+    if same != "True":
+        sys.exit(f"{python} is another Python than {platform.python_version()}; make its environment with this one")
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=40, help="of each loop, after two to warm up")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="the interpreter of an environment that has DeepSpeed")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
+    more = [packages(options.deepspeed)] if options.deepspeed else []
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, folder]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path, *more])),
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
             _TURNS: str(options.turns),
@@ -199,7 +229,7 @@ def main() -> None:
         "hardware": {"cpu": cpu, "cores": os.cpu_count(), "load_average_before": load},
         "versions": {
             "torch": torch.__version__,
-            "deepspeed": version("deepspeed") if importlib.util.find_spec("deepspeed") else None,
+            "deepspeed": found["deepspeed"],
             "python": platform.python_version(),
         },
         "configuration": {
@@ -210,7 +240,7 @@ def main() -> None:
             "batch": BATCH,
             "length": LENGTH,
         },
-        "results": found,
+        "results": found["results"],
     }
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(body, indent=2) + "\n")

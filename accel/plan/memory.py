@@ -84,13 +84,16 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
     In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV and of the first MLP product (2 + 2),
     Q, K and V (6), the attention's output (2), the MLP's inner product and what its GELU gives (8 + 8): 8 + 24 = 32,
-    the 24 divided by t, the 8 only under sequence parallel. This is the 34 of Korthikanti et al. 2022 ("Reducing
-    Activation Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks. Materialised
-    attention adds the softmax, 2 a s^2 b; fused attention only its 4-byte log-sum-exp, 4 a s b. The LayerNorms keep a
-    4-byte mean and deviation a token each: 16 s b. Under autocast the residual stream, so both LayerNorm inputs, is
-    float32. ``full`` keeps only the layer's input; ``selective`` the input and what matrix products and the attention
-    gave (2 + 6 + 2 + 2 + 8 + 2 = 22, all but the residual inputs and products divided by t). Under context parallel s
-    is a rank's part of the sequence, and the attention's output stays twice, cut by heads and by positions (2 more).
+    the 24 divided by t, the LayerNorm inputs only under sequence parallel, the product inputs not at all: what a column
+    gathers along the sequence is kept whole. This is the 34 of Korthikanti et al. 2022 ("Reducing Activation
+    Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks; theirs keeps 1 / t of
+    the product inputs too and gathers them again in the backward pass (section 4.2.2). Materialised attention adds the
+    softmax, 2 a s^2 b; fused attention only its 4-byte log-sum-exp, 4 a s b. The LayerNorms keep a 4-byte mean and
+    deviation a token each: 16 s b. Under autocast the residual stream, so both LayerNorm inputs, is float32, and each
+    of Q, K and V keeps a copy of its input (4 more). ``full`` keeps only the layer's input; ``selective`` the input and
+    what matrix products and the attention gave (2 + 6 + 2 + 2 + 8 + 2 = 22; the input as the LayerNorms', the sums of
+    row products whole, before they are scattered, the rest divided by t). Under context parallel s is a rank's part of
+    the sequence, and the attention's output stays twice, cut by heads and by positions (2 more).
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
@@ -102,10 +105,11 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
         return unit * residual / narrow
     core = 4 * spec.heads * s * b / t  # log-sum-exp
     if layout.recompute == "selective":
-        return unit * ((residual + 2) / narrow + (qkv + 1 + 4) / t) + core
+        return unit * (residual / narrow + 2 + (qkv + 1 + 4) / t) + core
     norms = 16 * s * b / narrow
     turned = unit if layout.cp > 1 else 0.0
-    return unit * ((2 * residual + 2) / narrow + (qkv + 1 + 8) / t) + core + norms + turned
+    copies = 4 if layout.precision.startswith("autocast") else 2
+    return unit * (2 * residual / narrow + copies + (qkv + 1 + 8) / t) + core + norms + turned
 
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
@@ -113,8 +117,9 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
     A stage of L / p layers holds as many micro-batches as are in flight: all of them in GPipe, min(p, m) in 1F1B and
     the zero-bubble schedule with the same limit, times 1 + (p - 1) / (p v) with v interleaved chunks (Korthikanti et
-    al. 2022, section 4.2.3). Without a pipeline the last layer's logits count too: 4 s b V of float32
-    log-probabilities. With ``full``, one layer is recomputed at a time and held whole.
+    al. 2022, section 4.2.3). Without a pipeline what follows the last layer counts too: 4 s b V / t of float32
+    log-probabilities, the inputs of the last norm and of the head, token ids and targets. With ``full``, one layer is
+    recomputed at a time and held whole.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -133,7 +138,10 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
     if layout.pp == 1 and spec.vocab:
         element = PRECISIONS[layout.precision][4]
         tail = spec.seq * layout.micro_batch / layout.cp
-        held += 4 * tail * spec.vocab / layout.tp + 2 * element * tail * spec.hidden + 8 * tail
+        narrow = layout.tp if layout.sequence_parallel else 1
+        wide = 4 if layout.precision.startswith("autocast") else element
+        held += 4 * tail * -(-spec.vocab // layout.tp) + (wide / narrow + element) * tail * spec.hidden
+        held += (8 / narrow + 16) * tail
     return held
 
 
@@ -142,11 +150,13 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 
     ZeRO 3: two gathered blocks of parameters (in use and fetched ahead), what lies outside of them, and one block of
     gradients; ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that
-    the backward pass needs. The loss takes the logits and their float32 copy, (element + 4) s b V / t.
+    the backward pass needs. The loss takes the logits and their float32 copy, (element + 4) s b V / t. The
+    gradient of a cut embedding comes whole, V h, before it is cut, under accumulation after the last micro-batch.
     """
     weight, gradient, _, _, element, _ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
     held = gradient * block if layout.zero >= 2 else 0.0
+    held += gradient * spec.embedding * (1 - 1 / layout.tp)
     if layout.zero == 3:
         held += 2 * weight * block + weight * spec.outside / layout.tp
     if layout.precision.startswith("autocast"):

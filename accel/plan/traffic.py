@@ -59,14 +59,17 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
 def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Bytes a rank sends over tp in a step: four all-reduces of s b h a layer and micro-batch, two forward and two
     backward (Shoeybi et al. 2019, "Megatron-LM", section 3); with sequence parallel each is a gather and a scatter of
-    the same size (Korthikanti et al. 2022, section 4.2.2). Full recomputation runs the forward ones twice."""
+    the same size (Korthikanti et al. 2022, section 4.2.2). Recomputation runs the forward ones again, but for the one
+    (the scatter) at a layer's end. What is embedded is reduced and what gives the logits gathered once more, or their
+    gradients, where the vocabulary is cut: another two all-reduces, one for the first and last of several stages."""
     if layout.tp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
-    reductions = 6 if layout.recompute == "full" else 4
+    halves = 8 if layout.recompute == "none" else 11 if layout.sequence_parallel else 10
+    ends = (4 if layout.pp == 1 else 2) if spec.vocab else 0
     layers = -(-spec.layers // layout.pp)
     size = spec.seq * layout.micro_batch * spec.hidden * element
-    return layout.accumulation * layers * reductions * 2 * ring(size, layout.tp)
+    return layout.accumulation * (layers * halves + ends) * ring(size, layout.tp)
 
 
 def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:

@@ -50,16 +50,12 @@ class Accumulated:
                     take_part(outputs)
                     continue
                 targets = y.to(self.device) if self.cp is None else part(y.to(self.device), self.cp)
-                seen += backward(outputs, targets, self.loss, forth)
+                with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
+                    total, count = losses.summed(self.loss, outputs, targets)
+                    del outputs  # the largest tensor there is; what the backward pass needs of it, the loss has kept
+                    torch.autograd.backward(total * forth)
+                seen += losses.pair(total, count)
         return seen
-
-
-def backward(outputs: torch.Tensor, targets: torch.Tensor, loss: losses.Loss, forth: float) -> torch.Tensor:
-    """The backward pass of ``forth`` times the loss; [loss, counted targets] in float64."""
-    with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
-        total, count = losses.summed(loss, outputs, targets)
-        torch.autograd.backward(total * forth)
-    return losses.pair(total, count)
 
 
 def take_part(outputs: torch.Tensor) -> None:

@@ -4,22 +4,25 @@ answers every collective. What a rank would hold and send is summed from what th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.plan.measure import SavedBytes
 from accel.plan.traffic import ring
+from accel.train.loss import cross_entropy
 from accel.train.precision import MasterOptimizer, parameter_dtype
 from accel.train.recompute import recompute
+from accel.train.tensor_parallel import distribute, match
 from accel.train.zero import micro_batch, shard
 
 
@@ -28,7 +31,7 @@ class Simulated:
     """What rank 0 of the simulated world held in a step, each at its fullest, and sent in it, in bytes.
 
     ``activations``: what autograd saved in the forward pass; only counted at stage 0, where no gathered parameter is
-    in it.
+    in it. ``sent``: over data-parallel ranks, ``sent_tp``: over tensor-parallel ones.
     """
 
     parameters: int = 0
@@ -36,6 +39,7 @@ class Simulated:
     optimizer: int = 0
     activations: int = 0
     sent: float = 0.0
+    sent_tp: float = 0.0
     collectives: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -53,10 +57,15 @@ def simulate(
     optimizer: str = "adamw",
     accumulation: int = 1,
     replicate: int = 1,
+    hpz: int = 0,
+    tp: int = 1,
+    styles: Mapping[str, str] | None = None,
+    sequence: bool = True,
     again: str = "none",
 ) -> Simulated:
-    """One step of ``factory``'s model on ``world`` data-parallel ranks, in ``replicate`` replicas, seen from rank 0.
+    """One step of ``factory``'s model on ``world`` ranks, in ``replicate`` replicas, seen from rank 0.
 
+    ``tp`` ranks cut the model by the plan ``styles``, along the ``sequence`` too; the others are data-parallel ones.
     ``again``: what is recomputed (``full`` or ``none``; what ``selective`` keeps, autograd doesn't see).
     ``inputs`` makes one micro-batch ``(inputs, targets)``. No process group may exist. Gradients are counted where
     they are kept until the step. Stage 0 is not wrapped: DDP's reducer is native code that fake tensors can't enter,
@@ -66,22 +75,23 @@ def simulate(
 
     found = Simulated()
     with _fake_world(world):
-        shape = (replicate, world // replicate) if replicate > 1 else (world,)
-        names = ("dp_replicate", "dp_shard")[-len(shape) :]
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if world > 1 and zero else None
+        mesh, cut = _meshes(world // tp, tp, replicate, sharded=zero > 0)
         with FakeTensorMode(allow_non_fake_inputs=True):
             with _default_dtype(parameter_dtype(precision)):  # fake parameters can't be cast once they are made
                 module = factory()
             recompute(module, again)
-            called = shard(module, mesh, zero)
+            if cut is not None:
+                distribute(module, cut, match(module, styles or {}), sequence=sequence)
+            with unset_fake_temporarily():  # it makes meshes, and looks at their ranks
+                called = shard(module, mesh, zero, hpz=hpz)
             stepper = MasterOptimizer(module, OptimizerConfig(name=optimizer), precision)
             with Sent(found):
                 for index in range(accumulation):
                     x, y = inputs()
                     last = index == accumulation - 1
-                    with micro_batch(called, zero, last=last):
+                    with micro_batch(called, zero, last=last), loss_parallel() if cut is not None else nullcontext():
                         with SavedBytes(_locals(module.parameters())) as saved:
-                            loss = torch.nn.functional.cross_entropy(called(x).flatten(0, -2).float(), y.flatten())
+                            loss, _ = cross_entropy(called(x), y)
                         found.parameters = max(found.parameters, _bytes(module.parameters()))
                         if mesh is None:
                             found.activations = saved.bytes
@@ -92,6 +102,15 @@ def simulate(
                 stepper.step()
             found.optimizer = _bytes(stepper.tensors())
     return found
+
+
+def _meshes(ranks: int, tp: int, replicate: int, *, sharded: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The meshes of ``ranks`` data-parallel and of ``tp`` tensor-parallel ranks, as ``accel.train.layout`` has them."""
+    sizes = {"dp_replicate": replicate, "dp_shard": ranks // replicate, "tp": tp}
+    axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
+    mesh = init_device_mesh("cpu", tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
+    data = mesh[axes[:-1]] if tp > 1 else mesh
+    return data if sharded and ranks > 1 else None, mesh["tp"] if tp > 1 else None
 
 
 @contextmanager
@@ -126,20 +145,37 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 class Sent(TorchDispatchMode):
-    """Sums what a ring would send for every collective that is called inside."""
+    """Sums what a ring would send for every collective that is called inside: c10d's own are those of DDP and FSDP2,
+    functional ones those of DTensor."""
 
     def __init__(self, found: Simulated) -> None:
         super().__init__()
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).removesuffix(".default").split("::")[-1].removeprefix("c10d.")
-        if name in ("_allgather_base_", "_reduce_scatter_base_"):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what DTensor makes of it comes here again
+        kind, _, name = str(func).removesuffix(".default").split("::")[-1].rpartition(".")
+        if kind == "_c10d_functional":
+            self._functional(name, args)
+        elif name in ("_allgather_base_", "_reduce_scatter_base_"):
             whole = args[0] if name == "_allgather_base_" else args[1]
             self._add(name, ring(whole.numel() * whole.element_size(), _ranks(args)))
         elif name == "allreduce_":
             self._add(name, 2 * ring(sum(t.numel() * t.element_size() for t in args[0]), _ranks(args)))
         return func(*args, **(kwargs or {}))
+
+    def _functional(self, name: str, args: Sequence[Any]) -> None:
+        if name == "all_gather_into_tensor":
+            size = ring(args[0].nbytes * args[1], args[1])
+        elif name == "reduce_scatter_tensor":
+            size = ring(args[0].nbytes, args[2])
+        elif name == "all_reduce":
+            size = 2 * ring(args[0].nbytes, dist.distributed_c10d._get_group_size_by_name(args[2]))
+        else:
+            return
+        self.found.sent_tp += size
+        self.found.collectives[name] += 1
 
     def _add(self, name: str, size: float) -> None:
         self.found.sent += size

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel.errors import AccelError
+from accel.sources.python_object import load_object
 from accel.train.config import ParallelConfig, TrainConfig
 from accel.train.final import gather
 from accel.train.layout import Ranks, join
@@ -99,15 +100,15 @@ ONLY: dict[int, dict[str, list[str]]] = {
     2: {
         "TP 2, sequence parallel": ["parallel.tp=2"],
         "TP 2, no sequence parallel": ["parallel.tp=2", "parallel.sequence_parallel=false"],
-        "TP 2, accumulation, clipping": ["parallel.tp=2", "micro_batch=1", "optimizer.clip=0.1"],
+        "TP 2, accumulation, clipping": ["parallel.tp=2", "micro_batch=2", "optimizer.clip=0.1"],
         "TP 2, another decoder": [OWN_MODEL, "parallel.tp=2"],
         "TP 2, another decoder, no sequence parallel": [
             OWN_MODEL, "parallel.tp=2", "parallel.sequence_parallel=false",
         ],
         "TP 2, a loss of one's own": ["parallel.tp=2", f"loss={HERE}:own_loss"],
-        "TP 2, uneven last batch": ["parallel.tp=2", *UNEVEN],
+        "TP 2, uneven last batch": ["parallel.tp=2", "micro_batch=2", *UNEVEN],
         "TP 2, packed documents": ["parallel.tp=2", *PACKED],
-        "CP 2 (Ulysses) x ZeRO 3, uneven last batch": ["parallel.cp=2", "parallel.zero=3", *UNEVEN],
+        "CP 2 (Ulysses) x ZeRO 3, uneven last batch": ["parallel.cp=2", "parallel.zero=3", "micro_batch=2", *UNEVEN],
         "PP 2, GPipe": ["parallel.pp=2", "parallel.pipeline=gpipe"],
         "PP 2, 1F1B, clipping": ["parallel.pp=2", "micro_batch=1", "optimizer.clip=0.1"],
         "PP 2, interleaved": ["parallel.pp=2", "parallel.pipeline=interleaved"],
@@ -139,7 +140,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "ZeRO 3, hpZ 2, qwZ, qgZ": ["parallel.zero=3", "parallel.hpz=2", "parallel.qwz=true", "parallel.qgz=true"],
         "TP 2 x ZeRO 0": ["parallel.tp=2"],
         "TP 2 x ZeRO 3, another decoder": [OWN_MODEL, "parallel.tp=2", "parallel.zero=3"],
-        "TP 2 x ZeRO 1, accumulation": ["parallel.tp=2", "parallel.zero=1", "micro_batch=1"],
+        "TP 2 x ZeRO 1, accumulation": ["parallel.tp=2", "parallel.zero=1", "micro_batch=2"],
         "TP 2 x ZeRO 3, clipping": ["parallel.tp=2", "parallel.zero=3", "optimizer.clip=0.1"],
         "TP 2 x ZeRO 3, full recomputation": ["parallel.tp=2", "parallel.zero=3", "parallel.recompute=full"],
         "TP 2 x ZeRO 3, autocast-bf16": ["parallel.tp=2", "parallel.zero=3", "precision.mode=autocast-bf16"],
@@ -183,7 +184,7 @@ SAVED = {
         "zero3": ["parallel.zero=3"],
         "hsdp": ["parallel.zero=3", "parallel.replicate=2"],
         "tp_fsdp": ["parallel.tp=2", "parallel.zero=3"],
-        "pp_tp": ["parallel.pp=2", "parallel.tp=2", "parallel.pipeline=interleaved"],
+        "pp_tp": ["parallel.pp=2", "parallel.tp=2", "parallel.pipeline=interleaved", "micro_batch=4"],
     },
 }
 TAKEN_UP = {
@@ -216,13 +217,13 @@ def rows(world: int) -> dict[str, list[str]]:
 
 
 def config(overrides: list[str]) -> TrainConfig:
-    """SGD with momentum: it shows an error in a gradient's scale, which Adam would hide."""
+    """SGD with momentum: it shows an error in a gradient's scale, which Adam would hide. Samples come two by two; where
+    ranks share them, which takes long for so small a model, all at once, but for rows of accumulation."""
     body: dict[str, Any] = {
         "model": f"{HERE}:model",
         "data": f"{HERE}:data",
         "steps": STEPS,
         "global_batch": 8,
-        "micro_batch": 2,
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
         "tensor_parallel": PLAN,
     }
@@ -232,6 +233,11 @@ def config(overrides: list[str]) -> TrainConfig:
         override(body, text)
     if body["model"].endswith(":decoder"):
         body["tensor_parallel"] = OWN_PLAN
+    if "micro_batch" not in body:
+        axes = body.get("parallel", {})
+        sharing = axes.get("tp", 1) * axes.get("cp", 1)
+        together = sharing > 1 and axes.get("pp", 1) == 1
+        body["micro_batch"] = 8 * sharing // int(os.environ.get("WORLD_SIZE", "1")) if together else 2
     return TrainConfig.from_dict(body)
 
 
@@ -267,6 +273,7 @@ def main(folder: Path, others: list[Path], later: list[Path]) -> None:
         _overflow(found, folder)
         _gradients(world, folder)
         _save(found, world, folder)
+        found["tensor parallel"] = _tensor_parallel(world)
         found["adamw"] = _adamw(folder / "adamw" if world == 2 else others[0] / "adamw", world)
         for source in (folder, *others):
             resume(found, source, world)
@@ -381,7 +388,7 @@ def _context_parallel(folder: Path) -> dict[str, float]:
     from accel.plan.measure import SavedBytes
     from accel.train.context_parallel import Ulysses
 
-    trainer = start(["parallel.cp=2"], folder / "none")
+    trainer = start(["parallel.cp=2", "micro_batch=2"], folder / "none")
     sent, turn = 0.0, Ulysses._turn
 
     def counted(self: Ulysses, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
@@ -397,6 +404,31 @@ def _context_parallel(folder: Path) -> dict[str, float]:
     Ulysses._turn = turn  # type: ignore[method-assign]
     del loss
     return {"kept": saved.bytes, "sent": sent}
+
+
+def _tensor_parallel(world: int) -> dict[str, int]:
+    """What layers that all ranks share keep for the backward pass of a micro-batch, with sequence parallel or without,
+    run again in it or not."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from accel.plan.measure import SavedBytes
+    from accel.train.loss import cross_entropy
+    from accel.train.recompute import recompute
+    from accel.train.tensor_parallel import distribute, match
+
+    x, y = next(start([f"parallel.tp={world}", "micro_batch=2"], Path("none")).batches())
+    mesh, kept = _join(ParallelConfig(tp=world)).tp, {}
+    assert mesh is not None
+    for again in ("none", "full"):
+        for sequence in (True, False):
+            module = load_object(f"{HERE}:model", "factory")[1]()
+            recompute(module, again)
+            distribute(module, mesh, match(module, PLAN), sequence=sequence)
+            with SavedBytes(module.parameters()) as saved, loss_parallel():
+                loss, _ = cross_entropy(module(x), y)
+            kept[f"{again} {sequence}"] = saved.bytes
+            del loss
+    return kept
 
 
 def _save(found: dict[str, Any], world: int, folder: Path) -> None:
