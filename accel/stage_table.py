@@ -136,7 +136,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("onnx",),
         gives="engine",
         suffix=".engine",
-        packages=("onnx", "tensorrt-rtx-cu13-bindings", "tensorrt-cu13-bindings"),
+        packages=("onnx", "tensorrt-rtx-cu13-bindings", "tensorrt-cu13-bindings", "triton"),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(

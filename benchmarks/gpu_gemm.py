@@ -5,7 +5,8 @@
     python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
 
 act(a @ b + bias) on random data; operands are rotated, so that no call finds them in the L2 cache of the one before.
-The files are written after every row, so that a run that is cut short leaves what it measured. Needs an NVIDIA GPU.
+The files are written after every row, so that a run that is cut short leaves what it measured. It runs in a process of
+its own: where a kernel kills that or hangs, the row says so and the next one starts in a new one. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel.errors import AccelError
+from accel.errors import AccelError, one_line
 from accel.kernels import dispatch, reference, tune
 from accel.kernels.spec import GemmSpec
 from accel.kernels.tuned import Table
@@ -30,6 +33,9 @@ RESULTS = Path(__file__).parent / "results"
 # Goals, each a ratio that has to be at least this: see the notes under the table.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
+STALLED = 90.0  # seconds that a row may take: a kernel that hangs takes for ever
+STARTED = 150.0  # and until its process has loaded everything and measured a copy
+LOST = 75  # the exit status of a process whose GPU answers no more, after it has written its row
 
 
 BERT = ((768, 768), (3072, 768), (768, 3072))  # N, K of BERT-base's layers
@@ -124,16 +130,36 @@ def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     return lambda: function(*next(turns))
 
 
+def named(spec: GemmSpec, error: str = "") -> dict[str, Any]:
+    """A row that nothing was measured for so far, or won't be."""
+    row = {"shape": [spec.m, spec.n, spec.k], "dtype": spec.in_dtype, "epilogue": spec.epilogue.key, "chosen": "none"}
+    return row | {"us": {}} | ({"errors": {"row": error}} if error else {})
+
+
+def measured(spec: GemmSpec, table: Table) -> dict[str, Any]:
+    """``measure``, or what was said where it failed: one problem doesn't take the next with it."""
+    try:
+        return measure(spec, table)
+    except Exception as error:
+        return named(spec, one_line(error, 200))
+
+
+def gpu_answers() -> bool:
+    """Whether the GPU still does anything in this process: after an illegal access it doesn't."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
     """One row: microseconds of each way, and what was chosen with its error over the bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune(spec, table)
     choice = dispatch.choose_for(spec, *sets[0])
-    row: dict[str, Any] = {
-        "shape": [spec.m, spec.n, spec.k],
-        "dtype": spec.in_dtype,
-        "epilogue": spec.epilogue.key,
+    row = named(spec) | {
         "chosen": str(choice),
         "error_over_bound": tuned.entry.error if tuned.entry else None,
         "refused": dict(tuned.refused),
@@ -145,7 +171,6 @@ def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
         a, b, given = next(turns)
         return dispatch.run_gemm(spec, a, b, given)
 
-    row["us"] = {}
     if tuned.entry is None:
         row["errors"] = {"fused": "no kernel computes this right: see refused"}
     else:
@@ -160,7 +185,7 @@ def timed(row: dict[str, Any], name: str, run: Run) -> None:
     try:
         row["us"][name] = tune.microseconds(run)
     except Exception as error:
-        row.setdefault("errors", {})[name] = " ".join(str(error).split())[:200]
+        row.setdefault("errors", {})[name] = one_line(error, 200)
 
 
 def warm(part: int, of: int) -> None:
@@ -237,6 +262,10 @@ def markdown(body: dict[str, Any]) -> str:
         "product alone), at least 1.1x of product and epilogue apart everywhere, at least 0.7 of the copy's bandwidth "
         "at M of 16 and less, int8 and fp8 at least 1.6x of bf16 at M of 4096 and more.",
     ]
+    failed = [(row, name, text) for row in body["rows"] for name, text in row.get("errors", {}).items()]
+    if failed:
+        lines += ["", "Failed:", ""]
+        lines += [f"- {', '.join(map(str, row['shape']))} {row['dtype']}, {name}: {text}" for row, name, text in failed]
     if body["left"]:
         lines += ["", f"Not measured, the time was over: {body['left']} of {body['left'] + len(body['rows'])} rows."]
     return "\n".join(lines) + "\n"
@@ -257,25 +286,66 @@ def part_of(text: str) -> tuple[int, int]:
     return int(part), int(of)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=480.0, help="no new row is started after this long")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--warm", metavar="I/N", type=part_of, help="only compile the kernels of every N-th problem")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("no NVIDIA GPU here: not run")
-    if options.warm:
-        warm(*options.warm)
-        return
+def read(folder: Path) -> dict[str, Any]:
+    """What was written so far; empty where nothing was."""
+    file = folder / "gpu_gemm.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def supervise(command: Sequence[str], seconds: float, folder: Path, stalled: float = STALLED) -> int:
+    """Run ``command`` (with ``--seconds`` and, from the second time on, ``--go-on``) until it has come to its end or
+    the time is over, and give its status. A row that kills it or takes longer than ``stalled`` is written as failed."""
+    end = time.monotonic() + seconds
+    (folder / "gpu_gemm.json").unlink(missing_ok=True)  # of an earlier run
+    go_on: list[str] = []
+    while True:
+        left = end - time.monotonic()
+        process = subprocess.Popen([*command, "--seconds", f"{max(left, 0):.0f}", *go_on])
+        code, done = _watched(process, folder, stalled)
+        if code == 0 or not done or end - time.monotonic() < 0:
+            return 1 if code is None else code
+        if code != LOST:
+            body = read(folder)
+            spec = list(problems())[len(body["rows"])][0]
+            why = f"no answer in {stalled:.0f} s" if code is None else f"its process died with status {code}"
+            body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
+            write(body, folder)
+        go_on = ["--go-on"]
+
+
+def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> tuple[int | None, bool]:
+    """The status of a process (None: it hung and was ended) and whether it left rows to go on from."""
+    file = folder / "gpu_gemm.json"
+    before = seen = file.stat().st_mtime_ns if file.is_file() else 0
+    since = time.monotonic()
+    try:
+        while process.poll() is None:
+            if file.is_file() and (now := file.stat().st_mtime_ns) != seen:
+                seen, since = now, time.monotonic()
+            limit = stalled if seen != before else STARTED
+            # With no row left there is only torch.compile, which takes its time.
+            if time.monotonic() - since > limit and read(folder).get("left") != 0:
+                return None, seen != before
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.5)
+        return process.returncode, bool(read(folder).get("left"))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def run(seconds: float, folder: Path, go_on: bool) -> None:
+    """Measure, in this process, what isn't there yet."""
     started = time.monotonic()
     device = dispatch.device_of(torch.cuda.current_device())
-    copy, table = copy_gigabytes_per_second(), Table()
+    before = read(folder) if go_on else {}
+    rows: list[dict[str, Any]] = list(before.get("rows", ()))
+    copy, table = before.get("copy_gb_s") or copy_gigabytes_per_second(), Table()
     wanted = list(problems())
-    rows: list[dict[str, Any]] = []
 
     def left() -> float:
-        return options.seconds - (time.monotonic() - started)
+        return seconds - (time.monotonic() - started)
 
     def report() -> None:
         body = {
@@ -289,19 +359,41 @@ def main() -> None:
             "left": len(wanted) - len(rows),
             "rows": judged(rows, copy),
         }
-        write(body, options.out)
+        write(body, folder)
 
-    for spec, _ in wanted:
+    report()
+    for spec, _ in wanted[len(rows) :]:
         if left() < 0:
             break
-        rows.append(measure(spec, table))
+        rows.append(measured(spec, table))
         report()
-        print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us']}", flush=True)
+        print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us'] or rows[-1]['errors']}", flush=True)
+        if not gpu_answers():
+            raise SystemExit(LOST)
     # Last: its own tuning takes up to a minute a problem.
     for row, (spec, with_compile) in zip(rows, wanted, strict=False):
-        if with_compile and left() > 60:
+        if with_compile and left() > 60 and "torch.compile" not in row["us"]:
             timed(row, "torch.compile", compiled(spec, tune.rotated_operands(spec, torch.device("cuda"))))
             report()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=480.0, help="no new row is started after this long")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--warm", metavar="I/N", type=part_of, help="only compile the kernels of every N-th problem")
+    parser.add_argument("--here", action="store_true", help="in this process, which a kernel may take down")
+    parser.add_argument("--go-on", action="store_true", help="with --here: behind the rows that are there")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no NVIDIA GPU here: not run")
+    if options.warm:
+        warm(*options.warm)
+    elif options.here:
+        run(options.seconds, options.out, options.go_on)
+    else:
+        command = [sys.executable, __file__, "--here", "--out", str(options.out)]
+        raise SystemExit(supervise(command, options.seconds, options.out))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/on_gpu.py                # `make gpu`; writes benchmarks/results/gpu_run.json and .md
     python benchmarks/on_gpu.py --seconds 300  # less time
+    python benchmarks/on_gpu.py --out results  # all files there: gpu_run and gpu_gemm, .json and .md
 
 Steps run one after another, the commands of a step side by side. A step that fails or takes too long doesn't stop the
 next, and the files are written after each, so that a run that is cut short leaves what it found. Nothing is fetched:
@@ -57,9 +58,12 @@ def run_steps(
         if left < 5:
             row |= {"result": "no time left", "seconds": 0.0}
         else:
-            row["commands"] = _side_by_side(step.commands(left), started + left, environment())
-            codes = {command["code"] for command in row["commands"]}
-            row["result"] = "passed" if codes <= {0} else "cut off" if None in codes else "FAILED"
+            try:
+                row["commands"] = _side_by_side(step.commands(left), started + left, environment())
+                codes = {command["code"] for command in row["commands"]}
+                row["result"] = "passed" if codes <= {0} else "cut off" if None in codes else "FAILED"
+            except Exception as error:  # finding out what to run may fail as well
+                row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}"}]}
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
         print(f"{step.name}: {row['result']} after {row['seconds']:.0f} s", flush=True)
@@ -129,16 +133,23 @@ def shards(names: Sequence[str], count: int) -> list[list[str]]:
     return [list(names[at::count]) for at in range(min(count, len(names)))]
 
 
-def collected() -> list[str]:
-    """The ids of the tests for a GPU, without those under compute-sanitizer."""
+def collected(files: Sequence[str] = (), seconds: float = 90.0) -> list[str]:
+    """The ids of the tests for a GPU in ``files`` (default: all that there are), without those under compute-sanitizer.
+    A file that can't be imported here stands for itself, so that its failure is seen."""
+    files = files or gpu_files()
     listed = subprocess.run(
-        [*PYTEST, "--collect-only", "-k", "not sanitizer", *gpu_files()],
+        [*PYTEST, "--collect-only", "-k", "not sanitizer", *files],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
+        timeout=seconds,
     )
-    return [line for line in listed.stdout.splitlines() if "::" in line and not line.startswith("ERROR")]
+    lines = listed.stdout.splitlines()
+    named = [line.split()[1] for line in lines if line.startswith("ERROR ") and len(line.split()) > 1]
+    broken = {(ROOT / name).resolve() for name in named}
+    names = [line for line in lines if "::" in line and not line.startswith("ERROR")]
+    return names + [file for file in files if (ROOT / file).resolve() in broken]
 
 
 def environment() -> dict[str, str]:
@@ -150,10 +161,10 @@ def environment() -> dict[str, str]:
     return found | ({"ACCEL_KERNEL_LIBRARY": str(path.absolute())} if path is not None else {})
 
 
-def steps(cores: int) -> list[Step]:
+def steps(cores: int, out: Path) -> list[Step]:
     """What is done, the most telling first: the compilers want every core, the benchmarks the GPU to themselves."""
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
-    benchmark = [PYTHON, "benchmarks/gpu_gemm.py"]
+    benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
     sanitizer = [[*PYTEST, "-k", f"sanitizer and {tool}", *gpu_files()] for tool in ("memcheck", "racecheck")]
 
@@ -183,7 +194,8 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("no NVIDIA GPU here: not run")
-    rows = run_steps(steps(os.cpu_count() or 1), options.seconds, options.out, environment)
+    out = options.out.absolute()
+    rows = run_steps(steps(os.cpu_count() or 1, out), options.seconds, out, environment)
     raise SystemExit(any(row["result"] != "passed" for row in rows))
 
 

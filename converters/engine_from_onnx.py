@@ -13,7 +13,7 @@ from accel.child import run_in_child
 from accel.converters.optimization_profile import OptimizationProfile, default_profile, merged_dims, parse_profiles
 from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra, UnsupportedHere
 from accel.runtimes.engine_options import HARDWARE
-from accel.runtimes.tensorrt_toolkit import check_capability, toolkit_runtime
+from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, check_capability, toolkit_runtime
 from accel.signature import Dim, Signature, TensorSpec
 from accel.sources.onnx_file import describe, external_files, read_proto
 from accel.stage import StageConfig
@@ -28,8 +28,10 @@ class EngineFromOnnxConfig(StageConfig):
     ``compute_capabilities``: GPUs to build for, such as ``8.6``; none: what the toolkit builds for by itself.
     ``workspace_bytes``: the most device memory a kernel may use as scratch; None: no limit. ``builder_level``: 0 (quick
     to build) to 5 (quick to run); None: the toolkit's own. ``version_compatible``: later versions of TensorRT run it,
-    too. ``hardware``: which other GPUs do, ``ampere-plus`` or ``same-capability``. The precision is the graph's:
-    networks are strongly typed.
+    too. ``hardware``: which other GPUs do, ``ampere-plus`` or ``same-capability``. ``kernels``: accel's operators
+    become its plugins, where ``tensorrt`` can have them; else their function bodies are built. ``plugin_library``: the
+    sha256 of the library of plugins that is here (empty: none); set where kernels are asked for, so that the cache
+    holds no engine of another. The precision is the graph's: networks are strongly typed.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -39,6 +41,8 @@ class EngineFromOnnxConfig(StageConfig):
     builder_level: int | None = None
     version_compatible: bool = False
     hardware: str | None = None
+    kernels: bool = False
+    plugin_library: str = ""
 
     def __post_init__(self) -> None:
         toolkit_runtime(self.toolkit)
@@ -57,6 +61,18 @@ class EngineFromOnnxConfig(StageConfig):
                 "version-compatible and hardware out and give --compute-capability for each"
             )
 
+        if self.toolkit == "tensorrt-rtx" and self.kernels:
+            raise UnsupportedHere("tensorrt-rtx has no plugins of accel; leave kernels out: it builds their bodies")
+        if self.kernels and not self.plugin_library:
+            object.__setattr__(self, "plugin_library", _plugin_digest())
+
+
+def _plugin_digest() -> str:
+    from accel.kernels.bridges import find_tensorrt_plugins
+
+    library = find_tensorrt_plugins(None)
+    return file_sha256(library) if library is not None and library.is_file() else ""
+
 
 class EngineNotBuilt(BuildFailed):
     """TensorRT refused a node, could not build the network, or died trying."""
@@ -66,10 +82,10 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     """Build an engine from ``src`` (kind ``onnx``) into ``out``.
 
     The signature is what the built network has, its dims named as in ``src`` and ranged as in the profiles.
-    ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles. ``notes``: summary, kernels
-    (which ONNX nodes went into which kernel), profiles, warnings. Raises ``MissingExtra``, ``BadInputSpec`` for a
-    profile, ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file, ``EngineNotBuilt`` for
-    the rest.
+    ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles, plugins (what takes each of
+    accel's operators). ``notes``: summary, kernels (which ONNX nodes went into which kernel), profiles, warnings,
+    plugins (with the reason where it is the body). Raises ``MissingExtra``, ``BadInputSpec`` for a profile,
+    ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file, ``EngineNotBuilt`` for the rest.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -91,19 +107,21 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             # Beside the engine, because only a machine with a GPU can read them out of it.
             "profiles": [profile.to_json() for profile in profiles],
             **build_options(config),
+            **({"plugins": {row["operator"]: row["by"] for row in built["plugins"]}} if config.kernels else {}),
         },
         notes={
             "summary": built["summary"],
             "kernels": built["kernels"],
             "profiles": [profile.to_json() for profile in profiles],
             "warnings": built["warnings"],
+            **({"plugins": built["plugins"]} if config.kernels else {}),
         },
     )
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
     """What was asked of the builder beyond its defaults: a rebuild has to ask for it again."""
-    names = ("builder_level", "workspace_bytes", "version_compatible", "hardware")
+    names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}
 
@@ -123,6 +141,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
                 version_compatible=config.version_compatible,
                 hardware=config.hardware,
                 kept=kept_folder() if config.toolkit == "tensorrt" else None,
+                kernels=config.kernels,
             )
     except ChildCrashed as error:
         raise EngineNotBuilt(
@@ -167,16 +186,20 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
     if not path.is_file():
         return f"{path} does not exist; check the path"
     sidecar = manifest_path(path)
+    manifest: Manifest | None = None
     if sidecar.is_file():
         manifest = Manifest.read(sidecar)
         toolkit = toolkit or manifest.properties.get("toolkit")
         if manifest.files.get(path.name) != file_sha256(path):
             return f"{path} is not the file its manifest describes (its sha256 differs); build it again"
     toolkit = toolkit or "tensorrt-rtx"
+    plugins = manifest is not None and PLUGIN_LIBRARY in dict(manifest.properties.get("plugins") or {}).values()
     if not toolkit_runtime(toolkit).installed:
         raise MissingExtra(toolkit, toolkit)
     try:
-        problem: str | None = run_in_child("accel.converters.tensorrt_build:check", path=path, toolkit=toolkit)
+        problem: str | None = run_in_child(
+            "accel.converters.tensorrt_build:check", path=path, toolkit=toolkit, plugins=plugins
+        )
     except ChildCrashed as error:
         problem = f"it crashes the runtime ({error})"
     return f"{path}: {problem}; build it again" if problem else None

@@ -91,7 +91,7 @@ def known_operators(trt: Any, builder: Any, logger: Any, path: Path) -> dict[str
 
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     parser = trt.OnnxParser(builder.create_network(0 if flag is None else 1 << int(flag)), logger)
-    names = {node.op_type for node in _all_nodes(inlined(read_proto(path)).graph)}
+    names = {node.op_type for node in all_nodes(inlined(read_proto(path)).graph)}
     return {name: bool(parser.supports_operator(name)) for name in sorted(names)}
 
 
@@ -100,12 +100,13 @@ def _refusal(node: onnx.NodeProto, cause: str, fix: str, *, safe: bool = False) 
     return Refusal(node=name, operator=node.op_type, cause=cause, fix=fix, safe=safe)
 
 
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Those of ``graph`` and of the graphs in their attributes."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(inner)
+                yield from all_nodes(inner)
 
 
 def _quantization(graph: onnx.GraphProto, types: Mapping[str, int]) -> Iterator[Refusal]:
@@ -174,7 +175,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
     for text in capabilities:
         have = tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else (99, 0)
         lacking |= {kind: text for kind, first in FIRST_WITH.items() if have < first}
-    for node in _all_nodes(graph):
+    for node in all_nodes(graph):
         kinds = {names.get(types.get(name, 0)) for name in (*node.input, *node.output)}
         for kind in sorted(k for k in kinds if k in lacking):
             yield _refusal(node, f"compute capability {lacking[kind]} has no {kind}", fixes[kind])
@@ -182,7 +183,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _operators(graph: onnx.GraphProto, supported: Mapping[str, bool]) -> Iterator[Refusal]:
-    for node in _all_nodes(graph):
+    for node in all_nodes(graph):
         if supported.get(node.op_type) is False:
             where = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
             yield _refusal(node, f"TensorRT's parser has no {where}", STANDARD)

@@ -15,8 +15,15 @@ from accel.converters.engine_from_onnx import EngineNotBuilt
 from accel.converters.kernel_table import parse_layers, summary
 from accel.converters.onnx_for_tensorrt import check_onnx
 from accel.converters.preflight import known_operators
+from accel.converters.tensorrt_plugins import (
+    PluginChoice,
+    bodies_note,
+    choose_plugins,
+    take_fp8_bodies,
+    with_plugins,
+)
 from accel.converters.timing_cache import keep_timing_cache, timing_file, use_timing_cache
-from accel.errors import UnsupportedHere
+from accel.errors import MissingExtra, UnsupportedHere
 from accel.progress import report
 from accel.runtimes.cuda_memory import device_capability
 from accel.runtimes.tensorrt_toolkit import (
@@ -24,11 +31,13 @@ from accel.runtimes.tensorrt_toolkit import (
     choose_capabilities,
     engine_problem,
     field_dtype,
+    find_plugin_library,
+    load_plugin_library,
     load_toolkit,
     make_logger,
     offered_capabilities,
 )
-from accel.sources.onnx_file import one_line
+from accel.sources.onnx_file import one_line, read_proto
 
 # The parser walks the graph by recursion: some 3500 nodes in a row overflow the usual 8 MB. Only pages that are used
 # take memory; the smaller sizes are for machines that limit address space.
@@ -57,9 +66,10 @@ def build(
     version_compatible: bool = False,
     hardware: str | None = None,
     kept: Path | None = None,
+    kernels: bool = False,
 ) -> dict[str, Any]:
     """Build ``model`` into ``out``; what the network has and what became of it, as plain values. ``kept``: the folder
-    of the timing cache, of a toolkit that has one."""
+    of the timing cache, of a toolkit that has one. ``kernels``: accel's operators become plugins where they can."""
 
     def body() -> dict[str, Any]:
         trt = load_toolkit(toolkit)
@@ -69,7 +79,13 @@ def build(
         logger = make_logger(trt, log)
         builder = _builder(trt, toolkit, logger)
         check_onnx(model, capabilities, known_operators(trt, builder, logger, model))
-        network = _parse(trt, builder, logger, model)
+        plugins: list[PluginChoice] = []
+        proto = read_proto(model)
+        content = proto.SerializeToString() if take_fp8_bodies(proto) else None
+        if kernels:
+            plugins = choose_plugins(trt, proto, device_capability())
+            content = with_plugins(proto, plugins)
+        network = _parse(trt, builder, logger, model, content)
         config = _config(trt, builder, members, workspace_bytes, builder_level)
         _make_compatible(trt, config, version_compatible, hardware)
         _refuse_shape_inputs(network)
@@ -90,6 +106,9 @@ def build(
             raise EngineNotBuilt(f"{toolkit} built an engine of {model.name} that it refuses itself: {problem}")
         out.write_bytes(content)
         rows = parse_layers(log.layers)
+        chosen = [choice.to_json() for choice in plugins]
+        if note := bodies_note(chosen):
+            report(note)
         return {
             "toolkit_version": str(trt.__version__),
             "compute_capabilities": list(dict.fromkeys(capabilities)) or _capability_here(trt),
@@ -97,14 +116,16 @@ def build(
             "outputs": [_tensor(trt, network.get_output(i)) for i in range(network.num_outputs)],
             "kernels": rows,
             "summary": summary(rows),
-            "warnings": [one_line(w) for w in log.warnings[:20]],
+            "warnings": [*([note] if note else []), *(one_line(w) for w in log.warnings[:20])],
+            "plugins": chosen,
         }
 
     return with_big_stack(body)
 
 
-def check(path: Path, toolkit: str) -> str | None:
-    """What the toolkit finds wrong with an engine file, without the name of the file; None where nothing."""
+def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
+    """What the toolkit finds wrong with an engine file, without the name of the file; None where nothing. ``plugins``:
+    it calls accel's plugin library."""
     trt = load_toolkit(toolkit)
     log = Log()
     runtime = trt.Runtime(make_logger(trt, log))
@@ -113,6 +134,8 @@ def check(path: Path, toolkit: str) -> str | None:
         return "it is empty"
     if problem := engine_problem(trt, log, runtime, data):
         return problem
+    if plugins and not _load_plugins(trt):
+        return None
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
@@ -120,6 +143,17 @@ def check(path: Path, toolkit: str) -> str | None:
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"it is corrupt or truncated ({_first_reason(log.errors)})"
+
+
+def _load_plugins(trt: Any) -> bool:
+    """Load accel's plugin library; whether there is one for the GPU that is here."""
+    try:
+        library = find_plugin_library(device_capability())
+        if library is not None:
+            load_plugin_library(trt, library)
+    except (UnsupportedHere, MissingExtra):
+        return False
+    return library is not None
 
 
 def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -161,11 +195,12 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
     return builder
 
 
-def _parse(trt: Any, builder: Any, logger: Any, model: Path) -> Any:
+def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
+    """The network of ``model``. ``content``: what stands for the file, whose weights may lie beside it."""
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if flag is None else 1 << int(flag))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(model)):
+    if not (parser.parse_from_file(str(model)) if content is None else parser.parse(content, str(model))):
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
         named = next((e for e in errors if e.node_operator()), errors[0] if errors else None)
         where = (

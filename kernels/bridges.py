@@ -11,13 +11,26 @@ from hashlib import sha256
 from pathlib import Path
 
 from accel.errors import UnsupportedHere
-from accel.kernels.build import Built, Job, Progress, compile_library, digest_of, find_library, find_nvcc
+from accel.kernels.build import (
+    Built,
+    Job,
+    Progress,
+    compile_library,
+    digest_of,
+    find_library,
+    find_nvcc,
+    record_of,
+    sources_digest,
+    units_in,
+)
+from accel.kernels.tuned import cache_folder
 
 PLUGINS = Path(__file__).parent / "plugins"
 ONNXRUNTIME_LIBRARY = "libaccel_onnxruntime.so"
 ONNXRUNTIME_HEADER = "onnxruntime_cxx_api.h"
 TENSORRT_LIBRARY = "libaccel_tensorrt.so"
 TENSORRT_HEADER = "NvInferRuntime.h"
+TENSORRT_CHOSEN = "ACCEL_TENSORRT_LIBRARY"  # the environment variable that names a library of plugins to load
 CUDA_HEADER = "cuda_runtime_api.h"
 
 
@@ -96,9 +109,29 @@ def build_for_tensorrt(
         file=TENSORRT_LIBRARY,
         also=digest_of(PLUGINS)
         + "".join(sorted(sha256(f.read_bytes()).hexdigest() for f in include.glob("NvInfer*.h"))),
+        noted={"kernels": str(kernels.absolute()), "plugins": digest_of(PLUGINS)},
         cache=cache,
         progress=progress,
     )
+
+
+def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None = None) -> Path | None:
+    """The plugins for TensorRT to load: ``$ACCEL_TENSORRT_LIBRARY``, else of those that were built from the sources
+    that are here the newest whose kernel library has tensor-core GEMMs for a GPU of this compute capability
+    (None: any)."""
+    given = os.environ.get(TENSORRT_CHOSEN)
+    if given:
+        return Path(given)
+    wanted = {"sources": sources_digest(), "plugins": digest_of(PLUGINS)}
+    found = []
+    for library in (cache or cache_folder()).glob(f"*/{TENSORRT_LIBRARY}"):
+        record = record_of(library)
+        kernels = Path(str(record.get("kernels", "")))
+        if any(record.get(name) != digest for name, digest in wanted.items()) or not kernels.is_file():
+            continue
+        if units_in(kernels, capability):
+            found.append((library.stat().st_mtime, library))
+    return max(found)[1] if found else None
 
 
 def cuda_includes() -> list[Path]:

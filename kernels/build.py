@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import UnknownName, UnsupportedHere
@@ -162,6 +163,11 @@ def has_code(library: Path, capability: tuple[int, int] | None = None) -> bool:
     return "archs" not in body or capability is None or _has_code(body["archs"], capability)
 
 
+def record_of(library: Path) -> dict[str, Any]:
+    """What the record beside a library says; empty where there is none."""
+    return _record(library.with_name(RECORD))
+
+
 def _has_code(archs: Sequence[str], capability: tuple[int, int] | None) -> bool:
     real = [arch for arch in archs if arch in ARCHS]  # not "host"
     return any(capability is None or has_code_for(arch, capability) for arch in real)
@@ -195,11 +201,13 @@ def compile_library(
     *,
     file: str = LIBRARY,
     also: str = "",
+    noted: Mapping[str, str] = MappingProxyType({}),
     jobs: int | None = None,
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """``compiled`` in parallel, then linked to ``file`` in the cache. ``also``: what else the result depends on."""
+    """``compiled`` in parallel, then linked to ``file`` in the cache. ``also``: what else the result depends on.
+    ``noted``: what else its record says."""
     from accel.kernels.compilers import Compilers, scratch_beside  # needs POSIX, which finding a library doesn't
 
     version = subprocess.run([link[0], "--version"], capture_output=True, text=True, check=True).stdout
@@ -222,6 +230,7 @@ def compile_library(
             "files": [job.name for job in compiled],
             "compiler": version.strip().splitlines()[-1],
             "warnings": warnings,
+            **noted,
         }
         (made / RECORD).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         if library.parent.exists():  # somebody else was faster: same sources, same library

@@ -25,6 +25,7 @@ from accel.kernels import reference
 from accel.kernels.configs import CONFIGS, get
 from accel.kernels.reference import QMAX, TORCH_DTYPES
 from accel.kernels.spec import ACTS, BYTES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.triton_launch import geometry as conv_constants
 from accel.kernels.triton_launch import run_conv2d, run_gemm, run_quantize
 
 ACT = dict(zip(("fp16", "bf16", "int8", "fp8_e4m3", "fp32"), ACTS, strict=True))
@@ -172,6 +173,37 @@ def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -
     )
 
 
+def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], device: str = "cpu") -> float:
+    """A convolution as TensorRT calls it: images and weights in ONNX's layout, inputs, sizes, then the output. On
+    another ``device`` the kernel is compiled."""
+    from accel.kernels import triton_plugin
+
+    g = torch.Generator().manual_seed(6)
+    epilogue = EpilogueSpec(act="gelu_tanh", out_dtype=dtype, **dict.fromkeys(given, True))
+    sizes: dict[str, Any] = {"images": 3, "height": 7, "width": 6, "c_in": 19, "c_out": 35}
+    spec = ConvSpec(**sizes, **geometry, in_dtype=dtype, epilogue=epilogue)
+    x, w = random(g, dtype, 3, 7, 6, 19), random(g, dtype, 35, *spec.kernel, 19)
+    made = {"bias": random(g, dtype, 35), "residual": random(g, dtype, 3, spec.out_height, spec.out_width, 35)}
+    operands = {name: made[name] for name in made if name in given}
+
+    def first(value: torch.Tensor) -> torch.Tensor:
+        return (value.permute(0, 3, 1, 2).contiguous() if value.dim() == 4 else value).to(device)
+
+    out = torch.full((3, 35, spec.out_height, spec.out_width), float("nan"), dtype=TORCH_DTYPES[dtype], device=device)
+    scalars = (spec.gemm.m, 35, 19, 7, 6, spec.out_height, spec.out_width)
+    constants = {"ACT": "gelu_tanh", "HAS_BIAS": "bias" in given, "HAS_RESIDUAL": "residual" in given}
+    constants |= {**conv_constants(spec), "BM": 32, "BN": 32, "BK": 16, "GROUP": 2}
+    constants["UPCAST"] = dtype == "bf16" and device == "cpu"
+    kernel = getattr(triton_plugin, f"conv_plugin_{len(operands)}")
+    tiles = -(-spec.gemm.m // 32) * 2
+    kernel[(tiles,)](first(x), first(w), *map(first, operands.values()), *scalars, out, **constants)
+    exact = reference.conv2d_torch(spec, x, w, operands)
+    # One rounding of the result, which the interpreter does by cutting off for bfloat16, and fp32 sums before it.
+    unit = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-7}[dtype]
+    limit = unit * exact.abs() + 1e-5 * float(exact.abs().max())
+    return reference.error_over_bound(out.cpu().permute(0, 2, 3, 1), exact, limit)
+
+
 def cases(kernels: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     arguments: tuple[Any, ...]
@@ -201,6 +233,12 @@ def cases(kernels: Any) -> dict[str, Any]:
             scaled = "row_scale" in given or "col_scale" in given
             operand = ("int8", "fp8_e4m3", dtype)[at % 3] if scaled else dtype
             found[f"plugin {operand} {' '.join(given)}"] = (plugin, (dtype, operand, given, at % 2 == 0))
+    tap = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 1), "dilation": (1, 2)}
+    for at, given in enumerate(((), ("bias",), ("residual",), ("bias", "residual"))):
+        for dtype, pointwise in ((("fp16", "bf16", "fp32", "fp16")[at], False), ("fp16", True)):
+            geometry = {"kernel": (1, 1)} if pointwise else tap
+            name = f"plugin conv {dtype} {geometry['kernel']} {' '.join(given)}"
+            found[name] = (plugin_conv, (dtype, given, geometry))
     for source in ("fp16", "bf16", "fp32"):
         for dtype in ("int8", "fp8_e4m3"):
             found[f"quantize {source} {dtype}"] = (quantize, (kernels, source, dtype))

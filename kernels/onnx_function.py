@@ -129,10 +129,10 @@ class FusedGemm:
         scales = [TensorProto.FLOAT] * (self.row_scale + self.col_scale)
         return [operand, operand, *[added] * self.bias, *scales, *[self.dtype] * self.residual]
 
-    def function(self, opset: int) -> onnx.FunctionProto:
-        """The body for this opset."""
+    def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
+        """The body for this opset. ``tensorrt``: of fp8 the one that its parser takes and ONNX Runtime 1.31 doesn't."""
         if self.wide:
-            return self._wide(opset)
+            return self._wide(opset, tensorrt)
         body = _Body(self.name, self.dtype, opset)
         operands = [body.formal(name) for name in ("a", "b", *["bias"] * self.bias)]
         if self.product == "matmul":
@@ -142,18 +142,19 @@ class FusedGemm:
             x = body.add("Gemm", operands, "product", transB=int(self.product == "gemm_nt"))
         return body.finish(self.act, self.residual, x)
 
-    def _wide(self, opset: int) -> onnx.FunctionProto:
+    def _wide(self, opset: int, tensorrt: bool) -> onnx.FunctionProto:
         body = _Body(self.name, TensorProto.FLOAT, opset)
         names = ["a", "b", *["bias"] * self.bias, *["row"] * self.row_scale, *["col"] * self.col_scale]
         formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
         a, b = formal["a"], formal["b"]
-        if self.operand == TensorProto.INT8:  # exact in int32, as the kernels sum it
-            b = body.add("Transpose", [b], "turned", perm=[1, 0]) if self.product == "gemm_nt" else b
-            x = body.add("Cast", [body.add("MatMulInteger", [a, b], "integers")], "product", to=TensorProto.FLOAT)
+        if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
+            # In steps of 1: TensorRT takes neither MatMulInteger nor a cast, ONNX Runtime makes the former of it.
+            unit = body.constant(1.0, "unit")
+            a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:
             a, b = (body.add("Cast", [v], f"wide_{n}", to=TensorProto.FLOAT) for n, v in (("a", a), ("b", b)))
-            b = body.add("Transpose", [b], "turned", perm=[1, 0]) if self.product == "gemm_nt" else b
-            x = body.add("MatMul", [a, b], "product")
+        b = body.add("Transpose", [b], "turned", perm=[1, 0]) if self.product == "gemm_nt" else b
+        x = body.add("MatMul", [a, b], "product")
         if self.row_scale:
             last = body.add("Constant", [], "last", value=helper.make_tensor("last", TensorProto.INT64, [1], [-1]))
             x = body.add("Mul", [x, body.add("Unsqueeze", [formal["row"], last], "rows")], "by_row")
@@ -178,8 +179,8 @@ class QuantizeRowwise:
     def name(self) -> str:
         return f"QuantizeRowwise_{DTYPES[self.source]}_{OPERANDS[self.dtype]}"
 
-    def function(self, opset: int) -> onnx.FunctionProto:
-        """The body for this opset."""
+    def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
+        """The body for this opset. ``tensorrt``: of fp8 the one that its parser takes and ONNX Runtime 1.31 doesn't."""
         body = _Body(self.name, TensorProto.FLOAT, opset)
         add, constant = body.add, body.constant
         x = add("Cast", [body.formal("x")], "wide", to=TensorProto.FLOAT)
@@ -200,7 +201,11 @@ class QuantizeRowwise:
         if self.dtype == TensorProto.INT8:
             ratio = add("Round", [ratio], "rounded")
             ratio = add("Where", [add("IsNaN", [ratio], "is_nan"), constant(0.0, "nan_as"), ratio], "numbers")
-        q = add("Cast", [ratio], "q", to=self.dtype)
+        if self.dtype == TensorProto.INT8 or tensorrt:  # what isn't constant TensorRT takes from this operator alone
+            origin = add("Constant", [], "origin", value=helper.make_tensor("origin", self.dtype, [], [0]))
+            q = add("QuantizeLinear", [ratio, constant(1.0, "unit"), origin], "q")
+        else:
+            q = add("Cast", [ratio], "q", to=self.dtype)
         return body.returning(q, scale)
 
 
@@ -228,6 +233,11 @@ class FusedConv2d:
         sizes = zip("kspd", (self.kernel, self.stride, self.padding, self.dilation), strict=True)
         geometry = [f"{letter}{height}x{width}" for letter, (height, width) in sizes]
         return "_".join(["FusedConv2d", *geometry, *_epilogue(self.bias, self.act, self.residual, self.dtype)])
+
+    @property
+    def dtypes(self) -> list[int]:
+        """The dtype of each input."""
+        return [self.dtype] * (2 + self.bias + self.residual)
 
     def function(self, opset: int) -> onnx.FunctionProto:
         """The body for this opset."""

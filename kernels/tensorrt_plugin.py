@@ -1,4 +1,5 @@
-"""``accel::FusedGemm`` as a TensorRT quick plugin: its kernel is the Triton GEMM, compiled ahead of time to PTX.
+"""``accel::FusedGemm`` and ``accel::FusedConv2d`` as TensorRT quick plugins: their kernels are Triton's, compiled ahead
+of time to PTX.
 
     register(FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=TensorProto.FLOAT16))
 
@@ -16,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel.errors import BuildFailed, MissingExtra, UnsupportedHere
+from accel.errors import BuildFailed, MissingExtra, UnsupportedHere, one_line
 from accel.kernels.configs import FIRST_FP8, get
 from accel.kernels.cross import POINTERS
-from accel.kernels.onnx_function import DOMAIN, OPERANDS, FusedGemm
+from accel.kernels.onnx_function import DOMAIN, OPERANDS, FusedConv2d, FusedGemm
 from accel.kernels.triton_launch import GROUP, tile
 
 TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of outputs, as attributes of tensorrt
@@ -29,8 +30,9 @@ PORTABLE_ARCH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class PluginKernel:
-    """What TensorRT gets: ``ptx`` with the entry ``name``, whose parameters are the inputs, M, N, K and the output; a
-    program a tile of ``block_m`` x ``block_n``."""
+    """What TensorRT gets: ``ptx`` with the entry ``name``, whose parameters are the inputs, the sizes (M, N, K; of a
+    convolution pixels and channels of the output, then channels, height and width of the image, height and width of
+    the output) and the output; a program a tile of ``block_m`` x ``block_n``."""
 
     name: str
     ptx: str
@@ -40,17 +42,22 @@ class PluginKernel:
     block_n: int
 
 
-def compile_kernel(function: FusedGemm, arch: int = PORTABLE_ARCH) -> PluginKernel:
+def arch_for(function: FusedGemm | FusedConv2d) -> int:
+    """The first architecture whose PTX can hold ``function``."""
+    return FIRST_FP8 if OPERANDS[function.dtypes[0]] == "fp8_e4m3" else PORTABLE_ARCH
+
+
+def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH) -> PluginKernel:
     """The kernel of ``function`` as PTX for sm_``arch`` and later.
 
     Raises ``UnsupportedHere`` where the architecture has no products of the operands, and ``MissingExtra`` without
     Triton.
     """
     dtypes = [OPERANDS[dtype] for dtype in function.dtypes]
-    if dtypes[0] == "fp8_e4m3" and arch < FIRST_FP8:
+    if arch < arch_for(function):
         raise UnsupportedHere(
-            f"{function.name} has no plugin for sm_{arch}; pass arch=89 or a later one, or leave it unregistered: "
-            "TensorRT inlines its body"
+            f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or a later one, or leave it "
+            "unregistered: TensorRT inlines its body"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -60,10 +67,11 @@ def compile_kernel(function: FusedGemm, arch: int = PORTABLE_ARCH) -> PluginKern
 
     from accel.kernels import triton_plugin
 
-    config = get("gemm_64x64")
-    kernel = getattr(triton_plugin, f"gemm_plugin_{len(dtypes) - 2}")
+    kind, sizes = ("conv", 7) if isinstance(function, FusedConv2d) else ("gemm", 3)
+    config = get("conv2d_64x64" if kind == "conv" else "gemm_64x64")
+    kernel = getattr(triton_plugin, f"{kind}_plugin_{len(dtypes) - 2}")
     constants = {**plugin_constants(function), **tile(config, dtypes[0]), "GROUP": GROUP, "UPCAST": False}
-    kinds = [*(POINTERS[dtype] for dtype in dtypes), "i32", "i32", "i32", POINTERS[OPERANDS[function.dtype]]]
+    kinds = [*(POINTERS[dtype] for dtype in dtypes), *["i32"] * sizes, POINTERS[OPERANDS[function.dtype]]]
     kinds += ["constexpr"] * len(constants)
     signature = dict(zip(kernel.arg_names, kinds, strict=True))
     tensors = [at for at, kind in enumerate(kinds) if kind.startswith("*")]
@@ -81,8 +89,12 @@ def compile_kernel(function: FusedGemm, arch: int = PORTABLE_ARCH) -> PluginKern
     )
 
 
-def plugin_constants(function: FusedGemm) -> dict[str, Any]:
+def plugin_constants(function: FusedGemm | FusedConv2d) -> dict[str, Any]:
     """The compile-time constants that say what the kernel computes."""
+    if isinstance(function, FusedConv2d):
+        pairs = zip("KSPD", (function.kernel, function.stride, function.padding, function.dilation), strict=True)
+        sizes = {f"{letter}{axis}": size for letter, pair in pairs for axis, size in zip("HW", pair, strict=True)}
+        return sizes | {"ACT": function.act, "HAS_BIAS": function.bias, "HAS_RESIDUAL": function.residual}
     return {
         "ACT": function.act,
         "HAS_BIAS": function.bias,
@@ -109,37 +121,43 @@ def without_scratch(ptx: str, kept: int) -> str:
     return ptx[: entry.start(2)] + text + ptx[entry.end(2) :]
 
 
-def register(function: FusedGemm, *, arch: int = PORTABLE_ARCH) -> str:
+def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) -> str:
     """Register ``function`` with TensorRT's plugin registry; its id, ``accel::<name>``.
 
-    Raises ``MissingExtra`` where TensorRT isn't installed, and what ``compile_kernel`` raises.
+    Raises ``MissingExtra`` where TensorRT isn't installed or Triton isn't, ``UnsupportedHere`` where it has no such
+    plugins, and what ``compile_kernel`` raises.
     """
     if importlib.util.find_spec("tensorrt") is None:
         raise MissingExtra("tensorrt", "tensorrt")
     import tensorrt
-    import tensorrt.plugin as plugin
+
+    try:
+        import tensorrt.plugin as plugin
+    except ImportError as error:
+        raise UnsupportedHere(f"this TensorRT has no quick plugins ({one_line(error)}); update it") from error
+    if not hasattr(plugin, "aot_impl"):
+        raise UnsupportedHere("quick plugins of this TensorRT hold no compiled kernels; update it to 10.10 or later")
 
     kernel = compile_kernel(function, arch)
     identity = f"{DOMAIN}::{function.name}"
-    scales = [*["row_scale"] * function.row_scale, *["col_scale"] * function.col_scale]
-    names = ["a", "b", *["bias"] * function.bias, *scales, *["residual"] * function.residual]
+    names = _names(function)
 
     def describe(*inputs: Any) -> Any:
         out = inputs[0].like()
-        out.shape_expr[-1] = _columns(function, inputs[1].shape_expr)
-        if function.wide:
+        for axis, size in _changed(function, inputs).items():
+            out.shape_expr[axis] = size
+        if isinstance(function, FusedGemm) and function.wide:
             out.dtype = getattr(tensorrt, TENSORRT_DTYPES[OPERANDS[function.dtype]])
         return out
 
     def ahead_of_time(*given: Any) -> Any:
-        a, b = given[0].shape_expr, given[1].shape_expr
-        m, n, k = _product(a[:-1]), _columns(function, b), a[-1]
+        m, n, *rest = sizes_of(function, given)
         launch = plugin.KernelLaunchParams()
         launch.grid_x = plugin.cdiv(m, kernel.block_m) * plugin.cdiv(n, kernel.block_n)
         launch.block_x = kernel.threads
         launch.shared_mem = kernel.shared
-        scalars = plugin.SymIntExprs(3)
-        for at, size in enumerate((m, n, k)):
+        scalars = plugin.SymIntExprs(2 + len(rest))
+        for at, size in enumerate((m, n, *rest)):
             scalars[at] = plugin.SymInt32(size)
         return kernel.name, kernel.ptx, launch, scalars
 
@@ -147,6 +165,39 @@ def register(function: FusedGemm, *, arch: int = PORTABLE_ARCH) -> str:
     returns = tuple[str | bytes, str | bytes, plugin.KernelLaunchParams, plugin.SymIntExprs]
     plugin.aot_impl(identity)(_typed(ahead_of_time, [*names, "outputs", "tactic"], None, returns=returns))
     return identity
+
+
+def _names(function: FusedGemm | FusedConv2d) -> list[str]:
+    if isinstance(function, FusedConv2d):
+        return ["x", "weight", *["bias"] * function.bias, *["residual"] * function.residual]
+    scales = [*["row_scale"] * function.row_scale, *["col_scale"] * function.col_scale]
+    return ["a", "b", *["bias"] * function.bias, *scales, *["residual"] * function.residual]
+
+
+def _changed(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> dict[int, Any]:
+    """The axes of the output that aren't as long as the first input's."""
+    if isinstance(function, FusedConv2d):
+        height, width = _spatial(function, inputs[0].shape_expr)
+        return {1: inputs[1].shape_expr[0], 2: height, 3: width}
+    return {-1: _columns(function, inputs[1].shape_expr)}
+
+
+def sizes_of(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The scalars of the kernel, in the order of its parameters."""
+    first, second = inputs[0].shape_expr, inputs[1].shape_expr
+    if isinstance(function, FusedConv2d):
+        height, width = _spatial(function, first)
+        return first[0] * height * width, second[0], first[1], first[2], first[3], height, width
+    return _product(first[:-1]), _columns(function, second), first[-1]
+
+
+def _spatial(function: FusedConv2d, image: Any) -> tuple[Any, Any]:
+    """Height and width of the output (the formula of ONNX's Conv)."""
+    found = []
+    for at in range(2):
+        reach = function.dilation[at] * (function.kernel[at] - 1) + 1
+        found.append((image[2 + at] + (2 * function.padding[at] - reach)) // function.stride[at] + 1)
+    return found[0], found[1]
 
 
 def _columns(function: FusedGemm, shape: Any) -> Any:

@@ -28,8 +28,10 @@ def activate(x, ACT: tl.constexpr):
 def finish(
     acc, rows, cols, M, N, out, bias, residual, row_scale, col_scale,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
+    PIXELS=1, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Scales, bias, activation, residual in fp32 on a tile of the product; one rounding; the store, masked."""
+    """Scales, bias, activation, residual in fp32 on a tile of the product; one rounding; the store, masked. ``FIRST``:
+    rows are the pixels of images with their channels first, PIXELS an image."""
     x = acc.to(tl.float32)
     if HAS_ROW:
         x = x * tl.load(row_scale + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
@@ -38,7 +40,10 @@ def finish(
     if HAS_BIAS:
         x = x + tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     x = activate(x, ACT)
-    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    if FIRST:
+        at = ((rows // PIXELS).to(tl.int64)[:, None] * N + cols[None, :]) * PIXELS + (rows % PIXELS)[:, None]
+    else:
+        at = rows.to(tl.int64)[:, None] * N + cols[None, :]
     inside = (rows < M)[:, None] & (cols < N)[None, :]
     if HAS_RESIDUAL:
         x = x + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -143,9 +148,10 @@ def conv2d(
     DH: tl.constexpr, DW: tl.constexpr,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    INTEGER: tl.constexpr, UPCAST: tl.constexpr,
+    INTEGER: tl.constexpr, UPCAST: tl.constexpr, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Implicit GEMM: rows are output pixels, columns output channels; K runs over the taps, then the channels."""
+    """Implicit GEMM: rows are output pixels, columns output channels; K runs over the taps, then the channels. All is
+    NHWC and OHWI, with ``FIRST`` NCHW and OIHW."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
     cols = tile_n * BN + tl.arange(0, BN)
@@ -161,14 +167,17 @@ def conv2d(
         y_at = top + tap // KW * DH
         x_at = left + tap % KW * DW
         seen = (rows < M) & (y_at >= 0) & (y_at < H) & (x_at >= 0) & (x_at < W)
-        pixel = ((image * H + y_at).to(tl.int64) * W + x_at) * C
-        p = tl.load(x + pixel[:, None] + channels[None, :], mask=seen[:, None] & (channels < C)[None, :], other=0.0)
-        w_at = (cols.to(tl.int64) * (KH * KW) + tap) * C
-        w = tl.load(weight + w_at[None, :] + channels[:, None], mask=(channels < C)[:, None] & (cols < N)[None, :],
-                    other=0.0)  # fmt: skip
+        if FIRST:
+            p_at = ((image.to(tl.int64) * C * H + y_at) * W + x_at)[:, None] + channels.to(tl.int64)[None, :] * H * W
+            w_at = (cols.to(tl.int64)[None, :] * C + channels[:, None]) * (KH * KW) + tap
+        else:
+            p_at = (((image * H + y_at).to(tl.int64) * W + x_at) * C)[:, None] + channels[None, :]
+            w_at = ((cols.to(tl.int64) * (KH * KW) + tap) * C)[None, :] + channels[:, None]
+        p = tl.load(x + p_at, mask=seen[:, None] & (channels < C)[None, :], other=0.0)
+        w = tl.load(weight + w_at, mask=(channels < C)[:, None] & (cols < N)[None, :], other=0.0)
         acc = multiply(p, w, acc, UPCAST)
     finish(acc, rows, cols, M, N, out, bias, residual, row_scale, col_scale,
-           ACT, HAS_BIAS, HAS_RESIDUAL, HAS_ROW, HAS_COL)  # fmt: skip
+           ACT, HAS_BIAS, HAS_RESIDUAL, HAS_ROW, HAS_COL, OH * OW, FIRST)  # fmt: skip
 
 
 @triton.jit

@@ -1,14 +1,16 @@
 # mypy: ignore-errors
-"""The GEMM as TensorRT calls a quick plugin's kernel: tensor inputs, then the scalars, then the output.
+"""The GEMM and the convolution as TensorRT calls a quick plugin's kernel: tensor inputs, then the scalars, then the
+output.
 
 TensorRT passes exactly the inputs that a plugin has, so there is one kernel a number of operands: those that there are
-of bias, row scale, column scale and residual, in this order. All are dense; ``nt`` (``TRANSPOSED``) is b as (N, K).
+of bias, row scale, column scale and residual, in this order. All are dense; ``nt`` (``TRANSPOSED``) is b as (N, K);
+images and weights are as in ONNX, channels first.
 """
 
 import triton
 import triton.language as tl
 
-from accel.kernels.triton_kernels import gemm
+from accel.kernels.triton_kernels import conv2d, gemm
 
 
 @triton.jit
@@ -82,3 +84,48 @@ def gemm_plugin_4(
 ):  # fmt: skip
     dense(a, b, bias, row, col, residual, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED,
           INTEGER, BM, BN, BK, GROUP, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def convolve(
+    x, weight, bias, residual, M, N, C, H, W, OH, OW, out,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    conv2d(x, weight, out, bias, residual, x, x, M, N, C, H, W, OH, OW, KH, KW, SH, SW, PH, PW, DH, DW,
+           ACT, HAS_BIAS, HAS_RESIDUAL, False, False, BM, BN, BK, GROUP, False, UPCAST, True)  # fmt: skip
+
+
+@triton.jit
+def conv_plugin_0(
+    x, weight, M, N, C, H, W, OH, OW, out,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    convolve(x, weight, x, x, M, N, C, H, W, OH, OW, out, KH, KW, SH, SW, PH, PW, DH, DW, ACT, HAS_BIAS, HAS_RESIDUAL,
+             BM, BN, BK, GROUP, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def conv_plugin_1(
+    x, weight, y, M, N, C, H, W, OH, OW, out,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``y`` is the one that there is of bias and residual."""
+    convolve(x, weight, y, y, M, N, C, H, W, OH, OW, out, KH, KW, SH, SW, PH, PW, DH, DW, ACT, HAS_BIAS, HAS_RESIDUAL,
+             BM, BN, BK, GROUP, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def conv_plugin_2(
+    x, weight, bias, residual, M, N, C, H, W, OH, OW, out,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    convolve(x, weight, bias, residual, M, N, C, H, W, OH, OW, out, KH, KW, SH, SW, PH, PW, DH, DW, ACT, HAS_BIAS,
+             HAS_RESIDUAL, BM, BN, BK, GROUP, UPCAST)  # fmt: skip

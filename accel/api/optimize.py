@@ -290,9 +290,19 @@ def _notes(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> 
     found = []
     if asked is not None and samples < asked:
         found.append(f"calibrated on {samples} samples, not {asked}: there are no more that others don't judge by")
+    found += dict.fromkeys(filter(None, map(_plugin_note, rows)))
     for reason in dict.fromkeys(row.trajectory.not_confirmed for row in rows if row.trajectory is not None):
         found += [f"mixed: the layers left float were not confirmed on a held-out half: {reason}"] if reason else []
     return found
+
+
+def _plugin_note(row: CandidateResult) -> str:
+    """Which of accel's operators an engine doesn't run as plugins."""
+    from accel.converters.tensorrt_plugins import bodies_note
+
+    last = row.artifact.history[-1] if row.artifact is not None and row.artifact.history else {}
+    note = bodies_note(last.get("notes", {}).get("plugins", ()))
+    return f"{row.name}: {note}" if note else ""
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:

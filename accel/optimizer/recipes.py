@@ -381,6 +381,7 @@ def _engine(target: Target, request: Request) -> Step:
         toolkit=target.name,
         profiles=request.profiles,
         compute_capabilities=request.compute_capabilities,
+        kernels=request.kernels and target.name == "tensorrt",
         **request.engine,
     )
     return "engine_from_onnx", config, STAGE_LIMITS["fp16"]

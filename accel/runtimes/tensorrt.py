@@ -17,7 +17,15 @@ from accel.runtimes.base import BaseSession, SessionOptions
 from accel.runtimes.cuda_graph import CudaGraph
 from accel.runtimes.cuda_memory import CudaRuntime, DeviceMemory
 from accel.runtimes.engine_options import engine_option_words
-from accel.runtimes.tensorrt_toolkit import Log, engine_problem, load_toolkit, make_logger
+from accel.runtimes.tensorrt_toolkit import (
+    PLUGIN_LIBRARY,
+    Log,
+    engine_problem,
+    find_plugin_library,
+    load_plugin_library,
+    load_toolkit,
+    make_logger,
+)
 from accel.signature import DimRange, Feeds, Signature, numpy_dtype
 
 if TYPE_CHECKING:
@@ -47,6 +55,7 @@ class TensorRTSession(BaseSession):
         cuda = CudaRuntime(toolkit)
         check_fit(artifact, str(self._trt.__version__), cuda.capability())
         check_bytes(artifact)
+        load_plugins(self._trt, artifact, cuda.capability())
         self._log = Log()
         self._logger = make_logger(self._trt, self._log)
         self._runtime = self._trt.Runtime(self._logger)
@@ -323,12 +332,27 @@ def check_bytes(artifact: Artifact) -> None:
         )
 
 
+def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
+    """What an engine needs beside itself: accel's plugin library, where nodes of it are taken by that. Which file that
+    is, this machine says: a manifest may come from anywhere. ``UnsupportedHere`` where there is none."""
+    if PLUGIN_LIBRARY not in dict(artifact.properties.get("plugins") or {}).values():
+        return
+    library = find_plugin_library(capability)
+    if library is None:
+        raise UnsupportedHere(
+            f"{artifact.path} calls accel's plugins for TensorRT and none for this GPU are here; run accel kernels "
+            f"build --arch native --tensorrt-include DIR, or build it again without them: {rebuild(artifact)}"
+        )
+    load_plugin_library(trt, library)
+
+
 def rebuild(artifact: Artifact, capability: str | None = None) -> str:
     """The command that makes this engine again, for ``capability`` where it is given."""
     properties = artifact.properties
     words = ["accel", "optimize", str(artifact.source.get("spec", "MODEL.onnx"))]
     words += ["--target", str(properties.get("toolkit", "tensorrt-rtx"))]
     words += ["--precision", str(properties.get("precision", "fp32"))]
+    words += ["--kernels"] * bool(properties.get("kernels"))
     for profile in properties.get("profiles", ()):
         for name, ends in profile.items():
             words += ["--profile", f"{name}={','.join('x'.join(map(str, shape)) for shape in ends)}"]

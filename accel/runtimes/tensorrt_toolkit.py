@@ -6,13 +6,16 @@ What a toolkit can do is probed on the module itself: versions of the two are nu
 from __future__ import annotations
 
 import importlib
+import os
 import re
+from pathlib import Path
 from typing import Any
 
-from accel.errors import BadInputSpec, MissingExtra, UnknownName, UnsupportedHere
+from accel.errors import BadConfig, BadInputSpec, MissingExtra, UnknownName, UnsupportedHere, one_line
 from accel.runtimes.base import RUNTIMES, Runtime
 
 TOOLKITS = ("tensorrt-rtx", "tensorrt")
+PLUGIN_LIBRARY = "plugin library"  # what an engine's properties say of nodes whose kernels aren't in the engine
 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")
@@ -137,3 +140,35 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
     members = getattr(trt.EngineInvalidityDiagnostics, "__members__", {})
     reasons = [text for name, text in DIAGNOSTICS.items() if name in members and int(found) & int(members[name])]
     return " and ".join(reasons) or None
+
+
+def find_plugin_library(capability: str) -> Path | None:
+    """The library of accel's plugins for a GPU of this compute capability (``9.0``); None where none was built."""
+    from accel.kernels.bridges import find_tensorrt_plugins
+
+    major, minor = (int(part) for part in capability.split("."))
+    return find_tensorrt_plugins((major, minor))
+
+
+def load_plugin_library(trt: Any, library: Path) -> None:
+    """Register the plugins of ``library`` with TensorRT, once a process.
+
+    Raises ``BadConfig`` where the environment names it and TensorRT can't load it, ``UnsupportedHere`` for another.
+    """
+    from accel.kernels.bridges import TENSORRT_CHOSEN
+
+    registry = trt.get_plugin_registry()
+    if registry.get_creator("FusedGemm", "1", "") is not None:
+        return
+    reason = "it is no such file"
+    if library.is_file():  # None is TensorRT's word for every failure
+        try:
+            if registry.load_library(str(library)) is not None:
+                return
+            reason = "TensorRT refuses it"
+        except (RuntimeError, TypeError) as error:
+            reason = one_line(error)
+    fix = "run accel kernels build --tensorrt-include DIR again"
+    if os.environ.get(TENSORRT_CHOSEN):
+        raise BadConfig(f"{TENSORRT_CHOSEN} is {library}, which can't be loaded ({reason}); {fix}, or unset it")
+    raise UnsupportedHere(f"the plugins in {library} can't be loaded ({reason}); {fix}")

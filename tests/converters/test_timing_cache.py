@@ -139,6 +139,7 @@ def test_the_builder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "_builder": lambda *_: SimpleNamespace(build_serialized_network=serialized),
         "check_onnx": lambda *_: None,
         "known_operators": lambda *_: {},
+        "read_proto": lambda _: onnx.ModelProto(),
         "_parse": lambda *_: network,
         "_config": lambda *_: config,
         "engine_problem": lambda *_: None,

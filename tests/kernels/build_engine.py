@@ -1,4 +1,5 @@
-"""Run in a process of its own: build an ONNX file with TensorRT-RTX for sm_86 and print what its kernels are."""
+"""Run in a process of its own: build an ONNX file with TensorRT-RTX for one compute capability (default: ``SM86``) and
+print what its kernels are."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def main() -> None:
     parsed = parser.parse(Path(sys.argv[1]).read_bytes())
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM86, 0)
+    member = sys.argv[2] if len(sys.argv) > 2 else "SM86"
+    config.set_compute_capability(getattr(trt.ComputeCapability, member), 0)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     profile = builder.create_optimization_profile()
     for at in range(network.num_inputs):

@@ -88,6 +88,67 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
 
 
+# What takes the place of the measurements: it fails in each of the ways that there are, once.
+STAND_IN = """
+import argparse, importlib.util, os, pathlib, sys, time
+spec = importlib.util.spec_from_file_location("gpu_gemm", {script!r})
+gpu_gemm = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gpu_gemm)
+def measure(spec, table):
+    at = len(rows)
+    rows.append(spec)
+    if at == 2:
+        os.abort()
+    if at == 4:
+        time.sleep(600)
+    if at == 1:
+        raise RuntimeError("out of\\nmemory")
+    if lost:
+        raise RuntimeError("the GPU is lost")
+    return gpu_gemm.named(spec) | {{"us": {{"fused": 1.0}}}}
+parser = argparse.ArgumentParser()
+parser.add_argument("--seconds", type=float)
+parser.add_argument("--go-on", action="store_true")
+options = parser.parse_args()
+folder = pathlib.Path({folder!r})
+rows = list(gpu_gemm.read(folder).get("rows", ())) if options.go_on else []
+lost = []
+gpu_gemm.measure = measure
+gpu_gemm.torch.cuda.current_device = lambda: 0
+gpu_gemm.gpu_answers = lambda: len(rows) != 6 or lost.append(1)
+gpu_gemm.dispatch.device_of = lambda _: argparse.Namespace(gpu="G", driver=1, library="", capability=(9, 0))
+gpu_gemm.copy_gigabytes_per_second = lambda: 1.0
+gpu_gemm.problems = lambda: iter([(gpu_gemm.spec_of(m, 8, 8, "bf16", "silu"), False) for m in range(1, 9)])
+gpu_gemm.run(options.seconds, folder, options.go_on)
+"""
+
+
+def test_a_row_that_kills_or_hangs_its_process_is_one_row(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight rows: the second raises, the third kills its process, the fifth hangs, after the sixth the GPU is lost."""
+    wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), False) for m in range(1, 9)]
+    monkeypatch.setattr(script, "problems", lambda: iter(wanted))
+    out = tmp_path / "out"
+    (tmp_path / "stand_in.py").write_text(STAND_IN.format(script=str(SCRIPT), folder=str(out)))
+    out.mkdir()
+    (out / "gpu_gemm.json").write_text('{"rows": [1, 2, 3], "left": 0}')
+    code = script.supervise([sys.executable, str(tmp_path / "stand_in.py")], 600, out, stalled=12)
+    assert code == 0
+    body = json.loads((out / "gpu_gemm.json").read_text())
+    assert [row["shape"][0] for row in body["rows"]] == list(range(1, 9))
+    errors = {at: row["errors"]["row"] for at, row in enumerate(body["rows"]) if "errors" in row}
+    assert errors == {1: "out of memory", 2: "its process died with status -6", 4: "no answer in 12 s"}
+    assert body["left"] == 0
+    text = (out / "gpu_gemm.md").read_text()
+    assert "- 5, 8, 8 bf16, row: no answer in 12 s" in text
+
+
+def test_what_never_measured_anything_is_no_endless_loop(script: ModuleType, tmp_path: Path) -> None:
+    assert script.supervise([sys.executable, "-c", "raise SystemExit(3)"], 600, tmp_path) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_a_gpu_nothing_is_claimed(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

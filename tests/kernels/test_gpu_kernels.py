@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel.kernels import build, dispatch, native_launch, problem, reference, tune
+from accel.kernels import build, dispatch, interpret, native_launch, problem, reference, tune
 from accel.kernels.fuse import fuse
 from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 from accel.kernels.native import Library
@@ -165,6 +165,14 @@ def test_conv2d(dtype: torch.dtype, act: str) -> None:
         wanted = fused_conv2d(x.float(), w.float(), bias=bias, act=act, **geometry)  # type: ignore[arg-type]
         step = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20}[dtype]
         assert float((got.float() - wanted).abs().max()) <= 4 * step * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("given", [(), ("bias",), ("residual",), ("bias", "residual")], ids="+".join)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> None:
+    """Channels first, as TensorRT calls it."""
+    for geometry in ({"kernel": (1, 1)}, {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 1), "dilation": (1, 2)}):
+        assert interpret.plugin_conv(dtype, given, geometry, "cuda") <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -69,6 +69,28 @@ def test_no_step_takes_the_next_with_it(script: ModuleType, tmp_path: Path) -> N
     assert "the last words" in text
 
 
+def test_a_step_that_finds_nothing_to_run_is_no_end(script: ModuleType, tmp_path: Path) -> None:
+    def broken(_left: float) -> Sequence[Sequence[str]]:
+        raise subprocess.TimeoutExpired("collect", 90)
+
+    steps = [
+        script.Step(name="tests", limit=60, commands=broken),
+        script.Step(name="b", limit=60, commands=shell("true")),
+    ]
+    rows = script.run_steps(steps, 300, tmp_path)
+    assert [row["result"] for row in rows] == ["FAILED", "passed"]
+    assert "timed out" in (tmp_path / "gpu_run.md").read_text()
+
+
+def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) -> None:
+    """What comes back from a lent machine is one folder."""
+    by_name = {step.name: step for step in script.steps(16, tmp_path)}
+    (command,) = by_name["benchmark"].commands(100)
+    assert command[command.index("--out") + 1] == str(tmp_path)
+    assert command[command.index("--seconds") + 1] == "70"
+    assert len(by_name["compile what is measured"].commands(60)) == 14
+
+
 def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
     """The second step gets what the first has left, the third nothing."""
     steps = [script.Step(name=str(at), limit=600, commands=shell("sleep 600")) for at in range(2)]
@@ -84,6 +106,16 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
     assert "tests/kernels/test_on_gpu.py" not in files
     assert script.shards(list("abcdefg"), 3) == [list("adg"), list("be"), list("cf")]
     assert script.shards(["a"], 3) == [["a"]]
+
+
+def test_a_file_that_cannot_be_imported_is_seen(script: ModuleType, tmp_path: Path) -> None:
+    """Fails where its tests are just missing among those that passed."""
+    mark = "gpu"  # apart, or this file would be taken for one with such tests
+    (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
+    (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
+    files = [str(tmp_path / name) for name in ("test_broken.py", "test_whole.py")]
+    names = script.collected(files, seconds=300)
+    assert [name.rpartition("/")[2] for name in names] == ["test_whole.py::test_one", "test_broken.py"]
 
 
 @pytest.mark.slow

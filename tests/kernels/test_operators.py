@@ -21,11 +21,21 @@ def made(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True, see
 
 
 @pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_opcheck_gemm(act: str, dtype: torch.dtype) -> None:
     a, b = made(3, 5, dtype=dtype), made(4, 5, dtype=dtype).t().detach().requires_grad_()
     operands = (made(4, dtype=dtype), made(3, 4, dtype=dtype), made(3), made(4))
     torch.library.opcheck(operators.fused_gemm, (a, b, *operands, act))
+
+
+def test_opcheck_fp8() -> None:
+    """The one of its checks that has no arithmetic on fp8 of its own, which torch lacks on the CPU."""
+    a, b = (made(*s, grad=False).to(torch.float8_e4m3fn) for s in ((3, 16), (4, 16)))
+    torch.library.opcheck(
+        operators.fused_gemm,
+        (a, b.t(), made(4), None, made(3), made(4), "silu", torch.float16),
+        test_utils="test_faketensor",
+    )
 
 
 def test_opcheck_int8_conv_and_quantize() -> None:

@@ -14,10 +14,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
+from fake_tensorrt import Descriptor, quick_plugins
 from onnx import TensorProto
 
 pytest.importorskip("triton", reason="needs the extra [kernels]")
@@ -26,7 +27,7 @@ import triton
 
 from accel.errors import BuildFailed, MissingExtra, UnsupportedHere
 from accel.kernels import interpret, tensorrt_plugin
-from accel.kernels.onnx_function import FusedGemm
+from accel.kernels.onnx_function import FusedConv2d, FusedGemm
 from accel.kernels.tensorrt_plugin import compile_kernel, register, without_scratch
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
@@ -52,10 +53,46 @@ def test_the_ptx_assembles_and_takes_what_tensorrt_passes(bias: bool, residual: 
         subprocess.run([PTXAS, f"-arch={arch}", source, "-o", tmp_path / "kernel.cubin"], check=True)
 
 
+def convolution(bias: bool, residual: bool, dtype: int = TensorProto.FLOAT16) -> FusedConv2d:
+    geometry = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 0), "dilation": (1, 3)}
+    return FusedConv2d(act="silu", bias=bias, residual=residual, dtype=dtype, **geometry)
+
+
+@pytest.mark.parametrize(("bias", "residual"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_ptx_of_a_convolution(bias: bool, residual: bool, tmp_path: Path) -> None:
+    kernel = compile_kernel(convolution(bias, residual, TensorProto.BFLOAT16 if residual else TensorProto.FLOAT16))
+    assert re.search(rf"mma\.sync\.\S*\.{'bf16.bf16' if residual else 'f16.f16'}\.", kernel.ptx)
+    entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
+    assert entry is not None
+    kinds = ["pointer" if ".u64" in line else "integer" for line in entry[2].split(",")]
+    assert kinds == ["pointer"] * (2 + bias + residual) + ["integer"] * 7 + ["pointer"]
+    source = tmp_path / "kernel.ptx"
+    source.write_text(kernel.ptx)
+    for arch in ("sm_80", "sm_90", "sm_120"):
+        subprocess.run([PTXAS, f"-arch={arch}", source, "-o", tmp_path / "kernel.cubin"], check=True)
+
+
+def test_shapes_and_launch_of_a_convolution(registered: dict[str, Any]) -> None:
+    """Two images of 9x8: rows (9 + 2 - 3) // 2 + 1 = 5, columns 8 - 4 + 1 = 5; tiles of 64 pixels and channels."""
+    name = register(convolution(True, True))
+    assert name == "accel::FusedConv2d_k3x2_s2x1_p1x0_d1x3_bias_silu_residual_fp16"
+    inputs = (Descriptor(2, 6, 9, 8), Descriptor(70, 6, 3, 2), Descriptor(70), Descriptor(2, 70, 5, 5))
+    out = registered[f"{name} shapes"](*inputs)
+    assert (out.shape_expr, out.dtype) == ([2, 70, 5, 5], "that of the first")
+    names = ["x", "weight", "bias", "residual"]
+    assert list(inspect.signature(registered[f"{name} shapes"]).parameters) == names
+    assert list(inspect.signature(registered[f"{name} kernel"]).parameters) == [*names, "outputs", "tactic"]
+    kernel, ptx, launch, scalars = registered[f"{name} kernel"](*inputs, (out,), 0)
+    assert f".entry {kernel}(" in ptx
+    assert scalars == [50, 70, 6, 9, 8, 5, 5]
+    assert (launch.grid_x, launch.block_x) == (1 * 2, 128)
+
+
 @pytest.mark.proof
 def test_the_kernels_are_right_in_the_interpreter() -> None:
     found = interpret.run(case="plugin")
-    assert len(found) == 16
+    assert len(found) == 16 + 8
+    assert sum("conv" in name for name in found) == 8
     assert {name for name, value in found.items() if not value <= 1} == set()
 
 
@@ -116,44 +153,17 @@ def test_without_tensorrt_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
         register(function("matmul", True, False))
 
 
-class Descriptor:
-    """A tensor as TensorRT describes it, its sizes plain numbers."""
-
-    def __init__(self, *shape: int) -> None:
-        self.shape_expr = list(shape)
-        self.dtype = "that of a"
-
-    def like(self) -> Descriptor:
-        return Descriptor(*self.shape_expr)
-
-
-class Scalars(list[Any]):
-    """``SymIntExprs``."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__([None] * size)
-
-
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A stand-in for ``tensorrt.plugin`` that keeps what is registered: the arithmetic of grid and shapes is tested
-    with it, not TensorRT."""
-    kept: dict[str, Any] = {}
-    plugin = ModuleType("tensorrt.plugin")
-    plugin.__dict__.update(
-        TensorDesc=Descriptor,
-        KernelLaunchParams=SimpleNamespace,
-        SymIntExprs=Scalars,
-        SymInt32=int,
-        cdiv=lambda a, b: -(-a // b),
-        register=lambda name: lambda made: kept.__setitem__(f"{name} shapes", made),
-        aot_impl=lambda name: lambda made: kept.__setitem__(f"{name} kernel", made),
-    )
+    """What is registered with a stand-in for ``tensorrt.plugin``: the arithmetic of grid and shapes is tested with it,
+    not TensorRT."""
+    plugin = quick_plugins()
     package = ModuleType("tensorrt")
     package.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
     package.__dict__.update(plugin=plugin, float16="HALF")
     monkeypatch.setitem(sys.modules, "tensorrt", package)
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", plugin)
+    kept: dict[str, Any] = plugin.kept
     return kept
 
 
@@ -166,7 +176,7 @@ def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
     b = Descriptor(130, 96) if product == "gemm_nt" else Descriptor(96, 130)
     inputs = (a, b, Descriptor(130), Descriptor(*a.shape_expr[:-1], 130))
     out = registered[f"{name} shapes"](*inputs)
-    assert (out.shape_expr, out.dtype) == ([*a.shape_expr[:-1], 130], "that of a")
+    assert (out.shape_expr, out.dtype) == ([*a.shape_expr[:-1], 130], "that of the first")
     # TensorRT reads the inputs from the signatures, and refuses a kernel's without these two and the four results.
     names = ["a", "b", "bias", "residual"]
     shapes, launched = (inspect.signature(registered[f"{name} {what}"]) for what in ("shapes", "kernel"))

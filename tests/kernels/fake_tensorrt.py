@@ -1,0 +1,155 @@
+"""A stand-in for TensorRT: a registry of plugins and a parser that decides between plugin and function body as
+TensorRT's own does. What it builds is the list of its layers as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+
+# Of a node that has a function body: TensorRT 10.0 takes the body, later ones a plugin of that name, version and
+# namespace where there is one, those from 10.14 only where the node names a namespace itself.
+RULES = ("body first", "plugin first", "plugin where it is named")
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.creators: set[tuple[str, str, str]] = set()
+        self.loaded: list[str] = []
+
+    def get_creator(self, name: str, version: str, plugin_namespace: str = "") -> object | None:
+        return name if (name, version, plugin_namespace) in self.creators else None
+
+    def load_library(self, path: str) -> object | None:
+        """A file with a name a line is a library of plugins; None where one of them is there already."""
+        names = {(line, "1", "") for line in Path(path).read_text().splitlines()}
+        if ("FusedGemm", "1", "") not in names or names & self.creators:
+            return None
+        self.creators |= names
+        self.loaded.append(path)
+        return path
+
+
+class FakeTensorRT(ModuleType):
+    """The module ``tensorrt``, as far as an engine's build goes."""
+
+    __version__ = "11.0.0"
+    NetworkDefinitionCreationFlag = SimpleNamespace()
+    DataType = SimpleNamespace(FLOAT="FLOAT", HALF="HALF")
+    float16 = "HALF"
+
+    class ILogger:
+        INTERNAL_ERROR, ERROR, WARNING = "internal", "error", "warning"
+
+    def __init__(self, rule: str) -> None:
+        super().__init__("tensorrt")
+        self.rule = rule
+        self.registry = Registry()
+        self.plugin = quick_plugins(self.registry)
+        self.Runtime = lambda logger: SimpleNamespace(logger=logger)
+
+    def get_plugin_registry(self) -> Registry:
+        return self.registry
+
+    def Builder(self, logger: Any) -> Any:
+        cache = SimpleNamespace(serialize=bytes)
+        config = SimpleNamespace(
+            add_optimization_profile=lambda _profile: 0,
+            create_timing_cache=lambda _known: cache,
+            set_timing_cache=lambda _cache, _ignore: True,
+            get_timing_cache=lambda: cache,
+        )
+        return SimpleNamespace(
+            create_network=lambda _flags: SimpleNamespace(layers=[], inputs=[], outputs=[]),
+            create_builder_config=lambda: config,
+            create_optimization_profile=lambda: SimpleNamespace(set_shape=lambda *_: None),
+            build_serialized_network=lambda network, _config: json.dumps(network.layers).encode(),
+        )
+
+    def OnnxParser(self, network: Any, logger: Any) -> Any:
+        return SimpleNamespace(
+            parse_from_file=lambda path: self._parse(network, onnx.load(path)),
+            parse=lambda content, _path: self._parse(network, onnx.ModelProto.FromString(content)),
+            supports_operator=lambda _name: True,
+        )
+
+    def _parse(self, network: Any, model: onnx.ModelProto) -> bool:
+        bodies = {function.name for function in model.functions}
+        network.layers += [[node.op_type, self._taken(node, bodies)] for node in model.graph.node]
+        kinds = {TensorProto.FLOAT: "FLOAT", TensorProto.FLOAT16: "HALF"}
+        for values, own in ((model.graph.input, network.inputs), (model.graph.output, network.outputs)):
+            for value in values:
+                tensor = value.type.tensor_type
+                shape = [dim.dim_value or -1 for dim in tensor.shape.dim]
+                dtype = kinds[tensor.elem_type]
+                own.append(SimpleNamespace(name=value.name, dtype=dtype, shape=shape, is_shape_tensor=False))
+        network.num_layers = len(network.layers)
+        network.num_inputs, network.get_input = len(network.inputs), network.inputs.__getitem__
+        network.num_outputs, network.get_output = len(network.outputs), network.outputs.__getitem__
+        return True
+
+    def _taken(self, node: onnx.NodeProto, bodies: set[str]) -> str:
+        if not node.domain:
+            return "operator"
+        words = {attribute.name: onnx.helper.get_attribute_value(attribute).decode() for attribute in node.attribute}
+        space = words.get("plugin_namespace", "")
+        known = self.registry.get_creator(node.op_type, words.get("plugin_version", "1"), space) is not None
+        named = "plugin_namespace" in words
+        first = {"body first": False, "plugin first": known, "plugin where it is named": known and named}[self.rule]
+        if node.op_type in bodies and not first:
+            return "body"
+        if not known:
+            space = node.domain
+            assert self.registry.get_creator(node.op_type, "1", space) is not None, "Plugin not found"
+            assert self.rule != RULES[2] or not named, "No importer registered for op"
+        return f"plugin of {space!r}"
+
+
+class Descriptor:
+    """A tensor as TensorRT describes it to a quick plugin, its sizes plain numbers."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape_expr = list(shape)
+        self.dtype = "that of the first"
+
+    def like(self) -> Descriptor:
+        return Descriptor(*self.shape_expr)
+
+
+class Scalars(list[Any]):
+    """``SymIntExprs``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__([None] * size)
+
+
+def quick_plugins(registry: Registry | None = None) -> ModuleType:
+    """``tensorrt.plugin``: ``kept`` is what was registered, ``<id> shapes`` and ``<id> kernel``."""
+    plugin = ModuleType("tensorrt.plugin")
+    kept: dict[str, Callable[..., Any]] = {}
+
+    def register(identity: str) -> Callable[[Callable[..., Any]], None]:
+        def keep(function: Callable[..., Any]) -> None:
+            kept[f"{identity} shapes"] = function
+            if registry is not None:
+                space, _, name = identity.partition("::")
+                registry.creators.add((name, "1", space))
+
+        return keep
+
+    plugin.__dict__.update(
+        kept=kept,
+        TensorDesc=Descriptor,
+        KernelLaunchParams=SimpleNamespace,
+        SymIntExprs=Scalars,
+        SymInt32=int,
+        cdiv=lambda a, b: -(-a // b),
+        register=register,
+        aot_impl=lambda identity: lambda function: kept.__setitem__(f"{identity} kernel", function),
+    )
+    return plugin

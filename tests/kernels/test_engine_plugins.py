@@ -1,0 +1,309 @@
+"""accel's operators as plugins in the stage ``engine_from_onnx`` and in the session, with a stand-in for TensorRT.
+
+These fail where a node that a plugin can take is built from its body (or the other way round) under any of the rules
+that TensorRT's parser had, where the manifest says something else than what was built, where an operator without a
+plugin isn't named, or where an engine is loaded before its plugins, or plugins from a path that a manifest names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from fake_tensorrt import RULES, FakeTensorRT
+from onnx import numpy_helper
+
+import accel
+from accel.artifact import Artifact
+from accel.child import resolve
+from accel.converters import engine_from_onnx as module
+from accel.converters import tensorrt_build
+from accel.converters.engine_from_onnx import EngineFromOnnxConfig, check_engine
+from accel.errors import BadConfig, MissingExtra, UnsupportedHere
+from accel.kernels import tensorrt_plugin
+from accel.kernels.bridges import TENSORRT_LIBRARY, find_tensorrt_plugins
+from accel.kernels.build import LIBRARY, RECORD, digest_of, sources_digest
+from accel.kernels.onnx_patterns import fuse_products
+from accel.kernels.tensorrt_plugin import PluginKernel
+from accel.kernels.units import UNITS
+from accel.optimizer.recipes import Request, recipes
+from accel.runtimes.tensorrt import load_plugins, rebuild
+from accel.sources.onnx_file import open_onnx
+from accel.stage import run_stage
+from accel.target import TARGETS
+
+MODEL = """<ir_version: 10, opset_import: ["" : 20]>
+g (float16[batch, 16] x, float16[batch, 4, 8, 8] image) => (float16[batch, 24] y, float16[batch, 5, 8, 8] z) {
+  p = Gemm<transB = 1>(x, w, b)
+  q = Relu(p)
+  r = MatMul(q, v)
+  y = Add(r, c)
+  s = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(image, k)
+  z = Relu(s)
+}"""
+LAYER, PRODUCT = "FusedGemm_gemm_nt_bias_relu_fp16", "FusedGemm_matmul_bias_fp16"
+CONV = "FusedConv2d_k3x3_s1x1_p1x1_d1x1_relu_fp16"
+QUICK, LIBRARY_PLUGIN, BODY = "plugin of 'accel'", "plugin of ''", "body"
+
+
+@pytest.fixture
+def fused(tmp_path: Path) -> Artifact:
+    model = onnx.parser.parse_model(MODEL)
+    shapes = {"w": (32, 16), "b": (32,), "v": (32, 24), "c": (24,), "k": (5, 4, 3, 3)}
+    g = np.random.default_rng(0)
+    weights = [numpy_helper.from_array(g.random(shape).astype(np.float16), name) for name, shape in shapes.items()]
+    model.graph.initializer.extend(weights)
+    assert sorted(fuse_products(model)) == sorted([LAYER, PRODUCT, CONV])
+    onnx.save(model, tmp_path / "fused.onnx")
+    return open_onnx(tmp_path / "fused.onnx", probe=False)
+
+
+@pytest.fixture(params=RULES)
+def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
+    """TensorRT on a GPU of 9.0; kernels are not compiled, and no library is here."""
+    fake = FakeTensorRT(request.param)
+    monkeypatch.setitem(sys.modules, "tensorrt", fake)
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", fake.plugin)
+    monkeypatch.setattr(tensorrt_plugin.importlib.util, "find_spec", lambda _name: True)
+    monkeypatch.setattr(tensorrt_plugin, "compile_kernel", kernel)
+    monkeypatch.setattr(module, "run_in_child", lambda target, **words: resolve(target)(**words))
+    monkeypatch.setattr(module, "toolkit_runtime", lambda _: SimpleNamespace(installed=True))
+    monkeypatch.setattr(tensorrt_build, "load_toolkit", lambda _: fake)
+    monkeypatch.setattr(tensorrt_build, "device_capability", lambda: "9.0")
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
+    return fake
+
+
+def kernel(function: Any, arch: int) -> PluginKernel:
+    assert arch == 80
+    return PluginKernel(name=function.name, ptx="", threads=128, shared=0, block_m=64, block_n=64)
+
+
+def built(src: Artifact, folder: Path, **options: Any) -> tuple[dict[str, str], Artifact]:
+    """What took each operator in the engine, and the engine."""
+    config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True, **options)
+    made = run_stage("engine_from_onnx", src, config, out=folder / "made.engine")
+    return dict(json.loads(made.path.read_bytes())), made
+
+
+def library(folder: Path, *names: str) -> Path:
+    path = folder / "plugins.so"
+    path.write_text("\n".join(["FusedGemm", *names]))
+    return path
+
+
+def test_without_a_library_all_are_quick_plugins(fused: Artifact, trt: FakeTensorRT, tmp_path: Path) -> None:
+    layers, made = built(fused, tmp_path)
+    assert layers == dict.fromkeys((LAYER, PRODUCT, CONV), QUICK)
+    assert made.properties["plugins"] == dict.fromkeys((LAYER, PRODUCT, CONV), "quick plugin")
+    assert made.properties["kernels"] is True
+    rows = made.history[-1]["notes"]["plugins"]
+    assert [(row["operator"], row["nodes"], row["reason"]) for row in rows] == [
+        (name, 1, "") for name in sorted((LAYER, PRODUCT, CONV))
+    ]
+    assert made.history[-1]["notes"]["warnings"] == []
+    assert "--kernels" in rebuild(made).split()
+    assert onnx.load(fused.path).functions, "the model itself is as it was"
+
+
+def test_a_plugin_library_comes_first(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, _ = built(fused, tmp_path)
+    assert layers[LAYER] == QUICK
+    trt.registry.creators.clear()  # the next build has a process of its own
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
+    layers, made = built(fused, tmp_path)  # not the one in the cache, which was made without the library
+    assert layers == {LAYER: LIBRARY_PLUGIN, PRODUCT: QUICK, CONV: QUICK}
+    assert made.properties["plugins"][LAYER] == "plugin library"
+    assert trt.registry.loaded == [str(tmp_path / "plugins.so")]
+
+
+def test_rows_that_the_library_has_no_kernel_for_are_not_its(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K of 15: the tensor-core kernels load 16 bytes at a time."""
+    model = onnx.load(fused.path)
+    weight = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:, :15].copy(), "w"))
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 15
+    onnx.save(model, fused.path)
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
+    layers, _ = built(open_onnx(fused.path, probe=False), tmp_path)
+    assert layers[LAYER] == QUICK
+
+
+def test_what_has_no_plugin_is_named_and_built_from_its_body(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Triton nothing has one; where one kernel doesn't compile, that one."""
+
+    def refuses(function: Any, arch: int) -> PluginKernel:
+        if function.name == CONV:
+            raise RuntimeError("out of\nregisters")
+        return kernel(function, arch)
+
+    monkeypatch.setattr(tensorrt_plugin, "compile_kernel", refuses)
+    layers, made = built(fused, tmp_path)
+    assert layers == {LAYER: QUICK, PRODUCT: QUICK, CONV: BODY}
+    assert made.properties["plugins"][CONV] == "function body"
+    (note,) = made.history[-1]["notes"]["warnings"]
+    assert note.startswith("1 of 3 fused operators run as TensorRT's own kernels")
+    assert note.endswith("RuntimeError: out of registers")
+
+    def missing(*_: Any) -> PluginKernel:
+        raise MissingExtra("Triton", "kernels")
+
+    monkeypatch.setattr(tensorrt_plugin, "compile_kernel", missing)
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "another"))
+    layers, made = built(fused, tmp_path)
+    assert set(layers.values()) == {BODY}
+    (note,) = made.history[-1]["notes"]["warnings"]
+    assert note.startswith("3 of 3")
+    assert note.count("accel-toolchain[kernels]") == 1
+
+
+def test_a_damaged_library_is_named(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quick plugins serve then, and where those can't either, the note has both reasons."""
+    path = tmp_path / "plugins.so"
+    path.write_text("no plugin")
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
+    layers, _ = built(fused, tmp_path)
+    assert set(layers.values()) == {QUICK}
+
+    def missing(*_: Any) -> PluginKernel:
+        raise MissingExtra("Triton", "kernels")
+
+    monkeypatch.setattr(tensorrt_plugin, "compile_kernel", missing)
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "another"))
+    _, made = built(fused, tmp_path)
+    (note,) = made.history[-1]["notes"]["warnings"]
+    assert "ACCEL_TENSORRT_LIBRARY is" in note
+    assert "accel-toolchain[kernels]" in note
+
+
+def test_without_kernels_nothing_is_registered(fused: Artifact, trt: FakeTensorRT, tmp_path: Path) -> None:
+    config = EngineFromOnnxConfig(toolkit="tensorrt")
+    made = run_stage("engine_from_onnx", fused, config, out=tmp_path / "made.engine")
+    assert trt.registry.creators == set()
+    assert set(dict(json.loads(made.path.read_bytes())).values()) == {BODY}
+    assert "plugins" not in made.properties
+    with pytest.raises(UnsupportedHere, match="tensorrt-rtx has no plugins"):
+        EngineFromOnnxConfig(toolkit="tensorrt-rtx", kernels=True)
+
+
+def test_only_tensorrt_is_asked_for_plugins(fused: Artifact) -> None:
+    request = Request(
+        targets=(TARGETS["tensorrt"], TARGETS["tensorrt-rtx"]),
+        precisions=("fp16",),
+        data=None,
+        samples=0,
+        threads=1,
+        kernels=True,
+    )
+    asked = {
+        recipe.target.name: config.kernels
+        for recipe in recipes(fused, request)[0]
+        for stage, config, _ in recipe.stages
+        if stage == "engine_from_onnx"
+    }
+    assert asked == {"tensorrt": True, "tensorrt-rtx": False}
+
+
+@pytest.mark.parametrize("trt", RULES[:1], indirect=True)
+def test_an_engine_is_loaded_after_its_plugins(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = library(tmp_path, LAYER)
+    engine = Artifact(path=tmp_path / "m.engine", kind="engine", signature=fused.signature)
+    load_plugins(trt, engine, "9.0")
+    quick = replace(engine, properties={"toolkit": "tensorrt", "plugins": {CONV: "quick plugin"}})
+    load_plugins(trt, quick, "9.0")
+    assert trt.registry.creators == set(), "such an engine holds its kernels"
+    named = {"plugins": {LAYER: "plugin library"}, "plugin_library": str(path), "kernels": True}
+    mixed = replace(engine, properties={"toolkit": "tensorrt", **named})
+    with pytest.raises(UnsupportedHere, match=r"kernels build --arch native --tensorrt-include DIR, or .*--kernels"):
+        load_plugins(trt, mixed, "9.0")
+    assert trt.registry.loaded == [], "a manifest may come from anywhere"
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(tmp_path / "gone.so"))
+    with pytest.raises(BadConfig, match="it is no such file"):
+        load_plugins(trt, mixed, "9.0")
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
+    for _ in range(2):  # a second engine in the same process
+        load_plugins(trt, mixed, "9.0")
+    assert trt.registry.loaded == [str(path)]
+
+
+@pytest.mark.parametrize("trt", RULES[:1], indirect=True)
+def test_the_check_of_an_engine_knows_its_plugins(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole engine is not called corrupt because its plugins aren't loaded, or aren't here."""
+    path = library(tmp_path, LAYER)
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
+    _, made = built(fused, tmp_path)
+
+    def deserialized(_: bytes) -> object | None:
+        return None if trt.registry.get_creator(LAYER, "1") is None else object()
+
+    monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=deserialized))
+    trt.registry.creators.clear()
+    assert check_engine(made.path) is None
+    assert trt.registry.loaded == [str(path)] * 2
+    trt.registry.creators.clear()
+    monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY")
+    assert check_engine(made.path) is None
+
+
+@pytest.mark.gpu
+def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
+    """The engine's outputs beside those of the bodies in ONNX Runtime: four roundings of fp16 of the largest."""
+    pytest.importorskip("tensorrt", reason="needs the extra [tensorrt]")
+    config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True)
+    made = run_stage("engine_from_onnx", fused, config, out=tmp_path / "made.engine")
+    assert "function body" not in made.properties["plugins"].values(), made.history[-1]["notes"]["plugins"]
+    with accel.load(made.path) as engine, accel.load(fused.path) as bodies:
+        for batch in (1, 2, 5):
+            feeds = bodies.example_inputs(batch=batch)
+            wanted = bodies.run(feeds)
+            for name, got in engine.run(feeds).items():
+                limit = 4 * 2.0**-10 * np.abs(wanted[name]).max()
+                assert np.abs(got.astype(np.float32) - wanted[name].astype(np.float32)).max() <= limit, name
+
+
+def test_the_library_is_that_for_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the plugins in the cache the newest on kernels with tensor-core GEMMs for the GPU; none of other sources."""
+    monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
+    assert find_tensorrt_plugins((9, 0), tmp_path) is None
+    plugins = digest_of(Path(tensorrt_plugin.__file__).with_name("plugins"))
+
+    def put(name: str, arch: str, units: list[str], **changed: str) -> Path:
+        for folder, file in ((f"{name}_kernels", LIBRARY), (name, TENSORRT_LIBRARY)):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / file).touch()
+        kernels = tmp_path / f"{name}_kernels" / LIBRARY
+        record = {"archs": [arch], "files": units}
+        kernels.with_name(RECORD).write_text(json.dumps(record))
+        own = {"sources": sources_digest(), "plugins": plugins, "kernels": str(kernels), "archs": ["host"], **changed}
+        (tmp_path / name / RECORD).write_text(json.dumps(own))
+        return tmp_path / name / TENSORRT_LIBRARY
+
+    hopper = next(unit.name for unit in UNITS if "sm_90a" in unit.family.archs)
+    right = put("right", "sm_90a", [hopper])
+    put("another_gpu", "sm_80", [unit.name for unit in UNITS if "sm_80" in unit.family.archs])
+    put("no_gemm", "sm_90a", [])
+    put("other_sources", "sm_90a", [hopper], sources="0")
+    put("other_plugins", "sm_90a", [hopper], plugins="0")
+    put("kernels_gone", "sm_90a", [hopper], kernels=str(tmp_path / "gone.so"))
+    assert find_tensorrt_plugins((9, 0), tmp_path) == right
+    assert find_tensorrt_plugins((12, 1), tmp_path) is None
