@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from accel.errors import BadRepository
+from accel.errors import BadRepository, one_line
 from accel.serve.inference import Code, ServeError
 
 
@@ -88,7 +88,7 @@ def read_tokens(path: Path) -> Access:
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadRepository(f"can't read the tokens in {path}: {' '.join(str(error).split())}") from None
+        raise BadRepository(f"can't read the tokens in {path}: {one_line(error)}") from None
     rows = body.get("token")
     if not isinstance(rows, list) or not rows:
         raise BadRepository(f"{path} holds no [[token]]; write one with name, sha256 and models")
