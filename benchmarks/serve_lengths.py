@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
-from serve_load import RESULTS, free_port, running
+from serve_load import RESULTS
+from serve_starters import free_port, running
 
 import accel
 from accel.bench.environment import environment
