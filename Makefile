@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD := $(VENV)/old-tritonclient
 
-.PHONY: demo test proof record soak gpu lint format descriptors clean
+.PHONY: demo test remote ray proof record soak gpu lint format descriptors clean
 
 $(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -28,6 +28,20 @@ $(OLD)/ready: tests/serve/old_tritonclient.txt | $(VENV)/ready
 	$(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary=:all: \
 		-r tests/serve/old_tritonclient.txt && touch $@ || rm -rf $(OLD)
+
+# A repository on S3, and the application for Ray, with what they need in a folder beside the environment: neither is in
+# [dev], whose versions must not follow theirs.
+remote: $(VENV)/s3/ready
+	PYTHONPATH=$(CURDIR)/$(VENV)/s3 $(BIN)/python -m pytest -q tests/serve/test_remote_s3.py
+
+ray: $(VENV)/ray/ready
+	PYTHONPATH=$(CURDIR)/$(VENV)/ray $(BIN)/python -m pytest -q tests/serve/test_ray_app.py
+
+$(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)/ready
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary=:all: \
+		--target $(@D) -r $<
+	@touch $@
 
 # Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers: minutes, so a command of its own.
 proof: $(VENV)/ready

@@ -50,12 +50,14 @@ class TensorSpec:
 
     ``values`` bounds integers that stand for something (token ids, class numbers), both ends included: example
     inputs are drawn from it, so that an embedding is exercised over its whole table and never outside it.
+    ``optional``: the model has a default for this input, and runs without it.
     """
 
     name: str
     dtype: str
     shape: tuple[Dim, ...]
     values: tuple[int, int] | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -200,13 +202,16 @@ class Signature:
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Random inputs that the model accepts, the same for the same seed: normal floats, integers inside their
-        ``values`` (0 and 1 where none are known), and for ``*mask`` a run of ones of random length in each row."""
+        ``values`` (0 and 1 where none are known), and for ``*mask`` a run of ones of random length in each row. Without
+        those that the model has a default for."""
         import numpy as np
 
         rng = np.random.default_rng(seed)
         resolved = self.sizes(**sizes)
         feeds: dict[str, np.ndarray] = {}
         for spec in self.inputs:
+            if spec.optional:
+                continue
             shape = spec.resolve(resolved)
             kind = numpy_dtype(spec.dtype)
             if spec.dtype == "string":
@@ -226,12 +231,15 @@ class Signature:
     def check_feeds(self, feeds: Feeds) -> dict[str, int]:
         """The size of each dynamic dim in ``feeds``; ``BadFeeds`` where names, dtypes or shapes don't fit."""
         want = {spec.name for spec in self.inputs}
-        if missing := want - set(feeds):
+        missing = want - set(feeds)
+        if missing and (missing := missing - {spec.name for spec in self.inputs if spec.optional}):
             raise BadFeeds(f"missing input {sorted(missing)[0]!r}; the inputs are: {self.describe_inputs()}")
         if extra := set(feeds) - want:
             raise BadFeeds(f"unknown input {sorted(extra)[0]!r}; the inputs are: {self.describe_inputs()}")
         sizes: dict[str, int] = {}
         for spec in self.inputs:
+            if spec.optional and spec.name not in feeds:
+                continue
             value = feeds[spec.name]
             if dtype_name(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
                 raise BadFeeds(f"input {spec.name!r} is {value.dtype}, the model takes {spec.dtype}; cast it")
@@ -250,7 +258,8 @@ class Signature:
     def to_json(self) -> dict[str, Any]:
         def spec_json(spec: TensorSpec) -> dict[str, Any]:
             body: dict[str, Any] = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
-            return body | ({"values": list(spec.values)} if spec.values else {})
+            body |= {"values": list(spec.values)} if spec.values else {}
+            return body | ({"optional": True} if spec.optional else {})
 
         return {
             "inputs": [spec_json(spec) for spec in self.inputs],
@@ -262,7 +271,13 @@ class Signature:
     def from_json(cls, body: Mapping[str, Any]) -> Signature:
         def specs(rows: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
             return tuple(
-                TensorSpec(r["name"], r["dtype"], tuple(r["shape"]), tuple(r["values"]) if r.get("values") else None)
+                TensorSpec(
+                    r["name"],
+                    r["dtype"],
+                    tuple(r["shape"]),
+                    tuple(r["values"]) if r.get("values") else None,
+                    bool(r.get("optional")),
+                )
                 for r in rows
             )
 

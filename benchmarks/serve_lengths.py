@@ -29,7 +29,8 @@ import numpy as np
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
 from serve_goals import Goal, table
-from serve_load import RESULTS, free_port, running
+from serve_load import RESULTS
+from serve_starters import free_port, running
 
 import accel
 from accel.bench.environment import environment

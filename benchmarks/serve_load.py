@@ -14,31 +14,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
-import signal
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as triton
 from serve_goals import Goal, goals, table
+from serve_starters import STARTERS, Scenario
 
 import accel
 from accel.bench.environment import environment
 
-HERE = Path(__file__).parent
 DEALS = 4
-RESULTS = HERE / "results"
+RESULTS = Path(__file__).parent / "results"
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 MODELS = """
 import torch
@@ -60,18 +55,6 @@ def image():
 def small():
     return Mean()
 """
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One model and the request that is sent to it again and again."""
-
-    name: str
-    spec: str
-    shape: tuple[int, ...]
-    concurrencies: tuple[int, ...]
-    peers: tuple[str, ...]
-    answer_bytes: int
 
 
 SCENARIOS = (
@@ -352,95 +335,6 @@ def check(port: int, scenario: Scenario, model: Path) -> None:
         for x, answer in zip(inputs, threads.map(ask, inputs), strict=True):
             (wanted,) = session.run({"x": x}).values()
             np.testing.assert_allclose(answer, wanted, rtol=1e-4, atol=1e-5)
-
-
-@contextlib.contextmanager
-def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str, str] | None = None) -> Iterator[int]:
-    """The server until the block ends; it and its children are ended as a group."""
-    log = tempfile.TemporaryFile()  # noqa: SIM115
-    process = subprocess.Popen(
-        words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=log, stderr=log, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                log.seek(0)
-                raise RuntimeError(f"{words[0]} did not start: {log.read()[-2000:].decode()}")
-            time.sleep(0.1)
-        time.sleep(2)  # the second process of those that have one
-        yield port
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start_accel(scenario: Scenario, folder: Path, _peers: Path | None) -> contextlib.AbstractContextManager[int]:
-    port = free_port()
-    config = folder / "repository" / scenario.name / "config.pbtxt"
-    config.write_text(f'name: "{scenario.name}"\nmax_batch_size: 32\ndynamic_batching {{}}\n')
-    words = [sys.executable, "-m", "accel", "serve", str(folder / "repository"), "--processes", "2"]
-    return running([*words, "--grpc-port", str(port), "--http-port", str(free_port())], port)
-
-
-def start_floor(
-    scenario: Scenario, folder: Path, _peers: Path | None, runs: bool = False
-) -> contextlib.AbstractContextManager[int]:
-    """``runs``: it runs the model on the call's thread, instead of answering zeros."""
-    port = free_port()
-    model = folder / "repository" / scenario.name / "1" / "model.onnx"
-    answered = str(model) if runs else str(scenario.answer_bytes)
-    return running([sys.executable, str(HERE / "serve_peers" / "floor.py"), str(port), answered], port)
-
-
-def start_mlserver(
-    scenario: Scenario, folder: Path, peers: Path | None, workers: int = 0
-) -> contextlib.AbstractContextManager[int]:
-    """``workers`` 0, everything in one process, is its fastest on two cores; 2 is what corresponds to two processes."""
-    assert peers
-    port = free_port()
-    home = folder / f"mlserver-{scenario.name}-{workers}"
-    home.mkdir(exist_ok=True)
-    model = folder / "repository" / scenario.name / "1" / "model.onnx"
-    settings = {"debug": False, "grpc_port": port, "http_port": free_port(), "metrics_port": free_port()}
-    settings |= {"parallel_workers": workers, "grpc_max_message_length": 1 << 28}
-    (home / "settings.json").write_text(json.dumps(settings))
-    body = {"name": scenario.name, "implementation": "mlserver_model.OnnxModel", "parameters": {"uri": str(model)}}
-    (home / "model-settings.json").write_text(json.dumps(body))
-    env = {"PYTHONPATH": str(HERE / "serve_peers")}
-    return running([str(peers / "bin" / "mlserver"), "start", "."], port, cwd=home, env=env)
-
-
-def start_litserve(scenario: Scenario, folder: Path, peers: Path | None) -> contextlib.AbstractContextManager[int]:
-    assert peers
-    port = free_port()
-    model = folder / "repository" / scenario.name / "1" / "model.onnx"
-    words = [str(peers / "bin" / "python"), str(HERE / "serve_peers" / "litserve_app.py"), str(port), str(model)]
-    return running(words, port)
-
-
-STARTERS: dict[str, Callable[[Scenario, Path, Path | None], contextlib.AbstractContextManager[int]]] = {
-    "accel": start_accel,
-    "floor": start_floor,
-    "floor-model": partial(start_floor, runs=True),
-    "mlserver": start_mlserver,
-    "mlserver-workers": partial(start_mlserver, workers=2),
-    "litserve": start_litserve,
-}
 
 
 def write(rows: list[Row], overheads: list[Overhead], peers: Path | None, folder: Path) -> None:

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from accel.errors import BadRepository
+from accel.errors import BadRepository, one_line
 from accel.serve.inference import Code, ServeError
 
 
@@ -43,15 +43,22 @@ class Access:
     def open(self) -> bool:
         return not self._permissions
 
-    def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> None:
-        """``UNAUTHENTICATED`` without a known token, ``PERMISSION_DENIED`` where it isn't for this."""
+    def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> str:
+        """Whose token it is: its name, "" where everybody may do everything. ``UNAUTHENTICATED`` without a known token,
+        ``PERMISSION_DENIED`` where it isn't for this."""
         if not self._permissions:
-            return
+            return ""
         found = self._find(token)
         if control and not found.control:
             raise ServeError(Code.PERMISSION_DENIED, f"the token '{found.name}' may not control the server")
         if model is not None and not any(fnmatchcase(model, pattern) for pattern in found.models):
             raise ServeError(Code.PERMISSION_DENIED, f"the token '{found.name}' is not for model '{model[:256]}'")
+        return found.name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tokens; who can't be anyone any more owns nothing."""
+        return frozenset(p.name for p in self._permissions)
 
     def allowed(self, token: str | None, model: str) -> bool:
         """Whether the token's owner may see ``model``."""
@@ -81,7 +88,7 @@ def read_tokens(path: Path) -> Access:
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadRepository(f"can't read the tokens in {path}: {' '.join(str(error).split())}") from None
+        raise BadRepository(f"can't read the tokens in {path}: {one_line(error)}") from None
     rows = body.get("token")
     if not isinstance(rows, list) or not rows:
         raise BadRepository(f"{path} holds no [[token]]; write one with name, sha256 and models")

@@ -12,7 +12,7 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
-from accel.errors import BadData, UsageError
+from accel.errors import BadData, UsageError, one_line
 from accel.progress import report
 from accel.serve import proto
 from accel.serve.inference import Code, ServeError
@@ -348,4 +348,4 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
                 for name in archive.files:
                     yield name, archive[name]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadData(f"can't read {path} ({' '.join(str(error).split())[:120]}); give .npz or .json") from None
+        raise BadData(f"can't read {path} ({one_line(error, 120)}); give .npz or .json") from None

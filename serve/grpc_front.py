@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from accel.errors import UnsupportedHere
+from accel.errors import UnsupportedHere, one_line
 from accel.serve import proto
 from accel.serve.access import bearer
 from accel.serve.grpc_arrivals import Arrivals
@@ -91,7 +91,7 @@ class GrpcTransport:
                 port = self._grpc.add_secure_port(self._address, credentials)
         except (RuntimeError, ValueError) as error:
             raise UnsupportedHere(
-                f"can't listen on {self._address} ({' '.join(str(error).split())[:120]}); choose another --grpc-port"
+                f"can't listen on {self._address} ({one_line(error, 120)}); choose another --grpc-port"
             ) from None
         if port == 0:
             raise UnsupportedHere(f"can't listen on {self._address}; check the address and the TLS files")
@@ -177,7 +177,7 @@ class _Servicer:
                 context.abort(STATUS[error.code], str(error))
             except Exception as error:
                 log.exception("a call failed", extra={"method": method.__name__})
-                context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {one_line(error)}")
             return answer
 
         return behaviour
@@ -229,7 +229,7 @@ class _Servicer:
             context.abort(STATUS[error.code], str(error))
         except Exception as error:
             log.exception("an inference failed", extra={"model": request.model_name})
-            context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {one_line(error)}")
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         if not self._streams.acquire(blocking=False):

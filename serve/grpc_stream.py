@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from accel.errors import one_line
 from accel.serve import proto
 from accel.serve.grpc_wire import read_call, write_reply
 from accel.serve.inference import Code, ServeError, Ticket
@@ -123,7 +124,7 @@ class InferStream:
             reply(error)
         except Exception as error:
             log.exception("an inference failed", extra={"model": request.model_name})
-            reply(ServeError(Code.INTERNAL, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+            reply(ServeError(Code.INTERNAL, f"{type(error).__name__}: {one_line(error)}"))
 
     def _gone(self) -> None:
         """The call is over: nobody waits for what is left."""

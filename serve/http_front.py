@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from accel.errors import UnsupportedHere
+from accel.errors import UnsupportedHere, one_line
 from accel.serve import http_wire, live, metrics, model_config
 from accel.serve.access import bearer
 from accel.serve.inference import Code, ServeError, Ticket
@@ -114,7 +114,7 @@ async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
         raise
     except Exception as error:
         log.exception("a call failed", extra={"path": request.path})
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        text = f"{type(error).__name__}: {one_line(error)}"
         return web.json_response({"error": text}, status=500)
 
 

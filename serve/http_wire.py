@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from accel.errors import one_line
 from accel.serve.grpc_wire import memory_slice, wanted_output
 from accel.serve.inference import DurationStatistic, ModelStatistics, Parameter
 from accel.serve.server import ModelMetadata
@@ -23,7 +24,7 @@ def read_json(body: bytes | memoryview) -> dict[str, Any]:
     try:
         found = json.loads(bytes(body)) if body else {}
     except (ValueError, RecursionError) as error:
-        raise invalid(f"failed to parse the request JSON buffer: {' '.join(str(error).split())[:200]}") from None
+        raise invalid(f"failed to parse the request JSON buffer: {one_line(error, 200)}") from None
     if not isinstance(found, dict):
         raise invalid("the request has to be a JSON object")
     return found

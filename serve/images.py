@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.errors import BadData, MissingExtra
+from accel.errors import BadData, MissingExtra, one_line
 from accel.serve import proto
 from accel.serve.tensors import DATATYPES
 
@@ -77,7 +77,7 @@ class ImageInput:
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, RuntimeWarning) as error:
-            raise BadData(f"can't read {path} ({' '.join(str(error).split())[:160]}); give PNG or JPEG") from None
+            raise BadData(f"can't read {path} ({one_line(error, 160)}); give PNG or JPEG") from None
         size = (self.width or turned.width, self.height or turned.height)
         return turned if turned.size == size else turned.resize(size, Image.Resampling.BILINEAR)
 

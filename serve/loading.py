@@ -21,6 +21,7 @@ from accel.serve.inference import Executor
 from accel.serve.model import ServedModel
 from accel.serve.model_config import ModelConfig
 from accel.serve.model_files import ModelFolder, Trust
+from accel.serve.optional_inputs import with_optional_inputs
 from accel.serve.pinning import PinnedSession, cores_of
 from accel.serve.profiles import read_profiles
 from accel.serve.rate_limit import RateLimiter
@@ -63,7 +64,7 @@ def load_version(
     _supported(config, folder.name)
     if is_ensemble(config):
         return _load_ensemble(folder, version, loading, config, files)
-    artifact = folder.open(version, config, loading.trust)
+    artifact = with_optional_inputs(config, folder.name, folder.open(version, config, loading.trust))
     runtime = runtime_for(config, folder.name, artifact)
     loop = token_loop(config, folder.name, artifact.signature)
     signature = loop.offered(artifact.signature) if loop else artifact.signature
@@ -181,7 +182,7 @@ def _sample(sample: Any, config: ModelConfig, artifact: Artifact) -> dict[str, n
             feeds[name] = rng.integers(0, 2, size=shape).astype(kind.numpy)
         else:
             feeds[name] = np.zeros(shape, dtype=kind.numpy)
-    missing = [spec.name for spec in artifact.signature.inputs if spec.name not in feeds]
+    missing = [spec.name for spec in artifact.signature.inputs if spec.name not in feeds and not spec.optional]
     if missing:
         raise BadRepository(f"model '{config.name}': the warm-up sample '{sample.name}' lacks the input {missing[0]!r}")
     return feeds

@@ -234,11 +234,13 @@ def scheduling(
         resources=resources,
         resource_priority=resource_priority,
     )
+    defaults = made.optional_inputs | {spec.name for spec in signature.inputs if spec.optional}
     for tensor in config.input:
-        if tensor.optional and tensor.name not in made.optional_inputs:
+        if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
                 f"model '{name}', input '{tensor.name}': the model has no default for it, so it can't be optional; "
-                "take optional out (only the mask of a model that is batched by length is made by the server)"
+                "take optional out, or export the model with an initializer of that name (the mask of a model that is "
+                "batched by length is made by the server)"
             )
     return made
 

@@ -150,7 +150,8 @@ class Peers:
             loaded = server.repository.loaded()
             commands += [("load", (name, self._overrides.get(name))) for name in loaded]
             commands.append(("unload_others", (loaded,)))
-        commands += [("register_memory", (r.name, r.key, r.offset, r.byte_size)) for r in server.memory.status()]
+        regions = server.memory.all()
+        commands += [("register_memory", (who, r.name, r.key, r.offset, r.byte_size)) for who, r in regions]
         commands += [("trace_settings", change) for change in server.trace.changed().items()]
         logging_changes = {k: v for k, v in server.logging.all().items() if k != "log_file"}
         return [*commands, ("log_settings", (logging_changes,))]

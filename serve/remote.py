@@ -28,7 +28,7 @@ from urllib.parse import unquote
 
 from accel.artifact import beside
 from accel.cache import StageCache
-from accel.errors import AccelError, BadRepository, MissingExtra, UnsupportedHere
+from accel.errors import AccelError, BadRepository, MissingExtra, UnsupportedHere, one_line
 from accel.serve.model_files import valid_name
 
 log = logging.getLogger("accel.serve")
@@ -248,5 +248,5 @@ def _open(address: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
+    text = one_line(error)
     return text if isinstance(error, AccelError) else f"{type(error).__name__}: {text}"

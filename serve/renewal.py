@@ -64,6 +64,7 @@ class Renewal:
     def _renew_tokens(self) -> None:
         assert self._options.tokens is not None
         self._server.access = read_tokens(Path(self._options.tokens))
+        self._server.memory.keep(self._server.access.names)
 
     def _renew_certificates(self) -> None:
         tls = self._options.tls()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accel.errors import AccelError, BadRepository
+from accel.errors import AccelError, BadRepository, one_line
 from accel.serve.ensemble_config import StepMissing, step_names, steps_first
 from accel.serve.inference import Code, ServeError
 from accel.serve.loading import Loading, load_version
@@ -436,5 +436,5 @@ def _state(folder: ModelFolder) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:500]
+    text = one_line(error, 500)
     return text if isinstance(error, AccelError) else f"{type(error).__name__}: {text}"

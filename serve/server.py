@@ -27,7 +27,7 @@ from accel.serve.model_config import ModelConfig, parse_json
 from accel.serve.peers import Peers
 from accel.serve.repository import IndexRow, Repository
 from accel.serve.settings import LogSettings, TraceSettings
-from accel.serve.shared_memory import Region, SharedMemory
+from accel.serve.shared_memory import OwnedMemory, Region
 from accel.serve.transport import InferCall, InferReply, Reply
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class InferenceServer:
         them all; 0 is unbounded. Requests that hold no thread are bounded by the models' queues."""
         self.repository = repository
         self.access = access or Access()
-        self.memory = SharedMemory()
+        self.memory = OwnedMemory()
         self.tracing = tracing
         self.trace, self.logging = tracing.settings if tracing else TraceSettings(), LogSettings()
         self.peers = Peers(self)
@@ -172,7 +172,7 @@ class InferenceServer:
         return self._infer(call, reply) if self.tracing is None else self.tracing.infer(self._infer, call, reply)
 
     def _infer(self, call: InferCall, reply: Reply) -> Ticket:
-        self.access.check(call.token, model=call.model)
+        call.owner = self.access.check(call.token, model=call.model)
         arrived = time.monotonic_ns()
         try:
             model = self._find(call)
@@ -211,7 +211,7 @@ class InferenceServer:
                 raise ServeError(
                     Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
-            return read_request(model, call, self.memory)
+            return read_request(model, call, self.memory.of(call.owner))
         except Exception as error:
             refused = error if isinstance(error, ServeError) else ServeError(Code.INTERNAL, str(error))
             model.refused(refused, time.monotonic_ns() - arrived)
@@ -225,6 +225,7 @@ class InferenceServer:
             return False
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
+        memory = self.memory.of(call.owner)
         spoiled = False  # the model gave a response of which no reply could be made
 
         def answer(found: InferenceResponse | ServeError) -> None:
@@ -232,7 +233,7 @@ class InferenceServer:
             made: InferReply | ServeError
             final = isinstance(found, ServeError) or found.final
             try:
-                made = found if isinstance(found, ServeError) else make_reply(model, call, found, self.memory)
+                made = found if isinstance(found, ServeError) else make_reply(model, call, found, memory)
             except ServeError as error:
                 made = error
             except Exception as error:
@@ -307,16 +308,15 @@ class InferenceServer:
         self.peers.everywhere("unload", name, dependents)
 
     def register_memory(self, name: str, key: str, offset: int, byte_size: int, token: str | None = None) -> None:
-        self.access.check(token, control=True)
-        self.peers.everywhere("register_memory", name, key, offset, byte_size)
+        owner = self.access.check(token, control=True)
+        self.peers.everywhere("register_memory", owner, name, key, offset, byte_size)
 
     def unregister_memory(self, name: str, token: str | None = None) -> None:
-        self.access.check(token, control=True)
-        self.peers.everywhere("unregister_memory", name)
+        owner = self.access.check(token, control=True)
+        self.peers.everywhere("unregister_memory", owner, name)
 
     def memory_status(self, name: str, token: str | None = None) -> list[Region]:
-        self.access.check(token)
-        return self.memory.status(name)
+        return self.memory.of(self.access.check(token)).status(name)
 
     def trace_settings(
         self, model: str, changes: Mapping[str, list[str] | None], token: str | None = None
@@ -347,9 +347,9 @@ class InferenceServer:
             for name in set(self.repository.loaded()) - set(arguments[0]):
                 self.repository.unload(name)
         elif what == "register_memory":
-            self.memory.register(*arguments)
+            self.memory.of(arguments[0]).register(*arguments[1:])
         elif what == "unregister_memory":
-            self.memory.unregister(*arguments)
+            self.memory.of(arguments[0]).unregister(*arguments[1:])
         elif what == "trace_settings":
             self.trace.change(*arguments)
         elif what == "log_settings":
@@ -371,7 +371,7 @@ class InferenceServer:
         self._draining = True
         self.peers.close()
         self.repository.close(timeout)
-        self.memory.unregister()
+        self.memory.keep(())
         if self.tracing is not None:
             self.tracing.close()
 

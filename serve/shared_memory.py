@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class Region:
 
 
 class SharedMemory:
-    """The registered regions of one server. Safe to call from any thread."""
+    """The registered regions of one owner. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self._regions: dict[str, Region] = {}
@@ -127,6 +127,36 @@ class SharedMemory:
         if found is None:
             raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
         return found
+
+
+class OwnedMemory:
+    """The regions of a server, by who registered them: nobody else reads, writes, lists or drops them, or learns that
+    there are any, and two owners may use the same name."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, SharedMemory] = {}
+        self._lock = threading.Lock()
+
+    def of(self, owner: str) -> SharedMemory:
+        """Those of ``owner``: the name of a token, "" on a server without tokens."""
+        found = self._owners.get(owner)
+        if found is None:
+            with self._lock:
+                found = self._owners.setdefault(owner, SharedMemory())
+        return found
+
+    def all(self) -> list[tuple[str, Region]]:
+        """Every region with its owner."""
+        with self._lock:
+            owners = list(self._owners.items())
+        return [(owner, region) for owner, regions in owners for region in regions.status()]
+
+    def keep(self, owners: Collection[str]) -> None:
+        """Forget the regions of everybody else."""
+        with self._lock:
+            gone = [self._owners.pop(owner) for owner in list(self._owners) if owner not in owners]
+        for regions in gone:
+            regions.unregister()
 
 
 def _cut_short(part: Slice) -> ServeError:

@@ -52,7 +52,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 @dataclass(slots=True)
 class InferCall:
     """One request for inference. ``outputs`` None is all of them. ``deadline``: seconds on ``time.monotonic()``'s clock
-    after which nobody waits. ``token``: the bearer token it came with. ``single``: one response is all there can be.
+    after which nobody waits. ``token``: the bearer token it came with; ``owner``: whose it is, which the server finds
+    out. ``single``: one response is all there can be.
     ``holds_thread``: one of the transport's waits for the reply. ``binary``: how the transport gives back outputs that
     weren't asked for by name. ``trace``: the ``TRACE_HEADERS`` that it came with; looked for where the server
     traces."""
@@ -65,6 +66,7 @@ class InferCall:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     deadline: float | None = None
     token: str | None = None
+    owner: str = ""
     single: bool = True
     binary: bool = False
     holds_thread: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel.converters.quantize import CALIBRATIONS
-from accel.errors import BadInputSpec
+from accel.key_values import read_key_values, yes_or_no
 
 if TYPE_CHECKING:
     from accel.converters.quantize import QuantizeConfig
@@ -43,20 +43,8 @@ def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[
 
 
 def _parse(flag: str, texts: Iterable[str], known: Mapping[str, tuple[Callable[[str], Any], str]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        key = key.replace("_", "-")
-        if key not in known or not equals:
-            raise BadInputSpec(f"can't read {flag} {text!r}; write KEY=VALUE with one of: {', '.join(known)}")
-        read, example = known[key]
-        try:
-            made = read(value)
-        except (KeyError, ValueError):
-            raise BadInputSpec(f"can't read {flag} {text!r}; write e.g. {key}={example}") from None
-        field = key.replace("-", "_")
-        found[field] = (*found.get(field, ()), *made) if isinstance(made, tuple) else made
-    return found
+    found = read_key_values(flag, texts, known, underscores=True)
+    return {key.replace("-", "_"): value for key, value in found.items()}
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
@@ -94,22 +82,18 @@ def _names(text: str) -> tuple[str, ...]:
     return found
 
 
-def _yes(text: str) -> bool:
-    return {"yes": True, "no": False}[text]
-
-
 _QUANTIZE: dict[str, tuple[Callable[[str], Any], str]] = {
     "calibration": ({name: name for name in CALIBRATIONS}.__getitem__, " or calibration=".join(CALIBRATIONS)),
     "percentile": (_number(50.0, 100.0), "99.99"),
     "samples": (_whole(1), "512"),
     "smooth": (_number(0.0, 1.0), "0.5"),
-    "per-channel": (_yes, "no"),
+    "per-channel": (yes_or_no, "no"),
     "ops": (_names, "MatMul,Gemm"),
     "keep": (_names, "/layer.0/*,Conv"),
     "block-size": (_block, "64"),
     "smallest": (_whole(1), "65536"),
 }
 _CAST: dict[str, tuple[Callable[[str], Any], str]] = {
-    "keep-io": (_yes, "no"),
+    "keep-io": (yes_or_no, "no"),
     "keep-fp32": (_names, "/layer.0/*,Softmax"),
 }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from accel.errors import BadInputSpec
+from accel.key_values import read_key_values, yes_or_no
 
 # Which other GPUs of TensorRT's an engine runs on: of Ampere and later, or of the builder's compute capability.
 HARDWARE = ("ampere-plus", "same-capability")
@@ -17,17 +17,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, 
 
 def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
     """``KEY=VALUE`` each, as fields of ``EngineFromOnnxConfig``. ``BadInputSpec`` for what is none."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if key not in _OPTIONS or not equals:
-            raise BadInputSpec(f"can't read --engine {text!r}; write KEY=VALUE with one of: {', '.join(_OPTIONS)}")
-        field, read, example = _OPTIONS[key]
-        try:
-            found[field] = read(value)
-        except (KeyError, ValueError):
-            raise BadInputSpec(f"can't read --engine {text!r}; write e.g. {key}={example}") from None
-    return found
+    known = {key: (read, example) for key, (_, read, example) in _OPTIONS.items()}
+    return {_OPTIONS[key][0]: value for key, value in read_key_values("--engine", texts, known).items()}
 
 
 def engine_option_words(options: dict[str, Any]) -> list[str]:
@@ -47,13 +38,9 @@ def _bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _yes(text: str) -> bool:
-    return {"yes": True, "no": False}[text]
-
-
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "builder-level": ("builder_level", int, "5"),
     "workspace": ("workspace_bytes", _bytes, "2GB"),
-    "version-compatible": ("version_compatible", _yes, "yes"),
+    "version-compatible": ("version_compatible", yes_or_no, "yes"),
     "hardware": ("hardware", {name: name for name in HARDWARE}.__getitem__, HARDWARE[0]),
 }

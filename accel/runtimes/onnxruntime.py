@@ -52,6 +52,7 @@ class OnnxRuntimeSession(BaseSession):
         self.session: Any = _open(artifact, options, self.provider)
         self.outputs = [output.name for output in self.session.get_outputs()]
         dtypes = [_dtype(value.type) for value in (*self.session.get_inputs(), *self.session.get_outputs())]
+        dtypes += [spec.dtype for spec in artifact.signature.inputs if spec.optional]
         # Which way to call: the plain one costs the least and knows no bfloat16.
         self._plain = not set(dtypes) & set(_BY_BITS)
 

@@ -90,6 +90,15 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     return Signature(inputs, outputs), properties
 
 
+def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
+    """Inputs that are initializers, too: what the model is run with where nothing is given. ``describe`` leaves them
+    out. None before IR version 4, where every initializer is listed as an input and yet is a constant."""
+    if model.ir_version < 4:
+        return ()
+    initializers = {t.name for t in model.graph.initializer}
+    return tuple(replace(_spec(v), optional=True) for v in model.graph.input if v.name in initializers)
+
+
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
     import onnx
 

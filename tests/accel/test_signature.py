@@ -107,3 +107,21 @@ def test_two_inputs_of_one_name() -> None:
     """Fails if a name could stand for two tensors."""
     with pytest.raises(BadInputSpec, match="same name"):
         Signature((TensorSpec.parse("x:float32[1]"), TensorSpec.parse("x:float32[2]")))
+
+
+def test_an_input_with_a_default_may_be_left_out() -> None:
+    """Fails if it has to be there, isn't checked where it is, is made up for examples, or the manifest forgets it."""
+    default = TensorSpec("k", "int64", (1,), optional=True)
+    signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))
+    assert Signature.from_json(signature.to_json()) == signature
+    feeds = signature.example_inputs(batch=2)
+    assert list(feeds) == ["x"]
+    assert signature.check_feeds(feeds) == {"batch": 2}
+    assert signature.check_feeds({**feeds, "k": np.array([3])}) == {"batch": 2}
+    for wrong, says in (
+        ({"k": np.array([3])}, "missing input 'x'"),
+        ({**feeds, "k": np.array([3, 4])}, "input 'k' has shape"),
+        ({**feeds, "k": np.array([3.0])}, "input 'k' is float64"),
+    ):
+        with pytest.raises(BadFeeds, match=says):
+            signature.check_feeds(wrong)

@@ -129,8 +129,12 @@ def test_engine_options_come_back_in_the_rebuild_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "workspace", "workspace=", "workspace=lots", "builder-level=two", "hardware=turing", "speed=11"]
-)
+    "text",
+    [
+        "", "workspace", "workspace=", "workspace=lots", "builder-level=two", "builder_level=5", "hardware=turing",
+        "speed=11",
+    ],
+)  # fmt: skip
 def test_engine_options_that_are_none(text: str) -> None:
     """Fails if an option that can't be read is left out without a word."""
     with pytest.raises(BadInputSpec, match=r"can't read --engine .*; write"):

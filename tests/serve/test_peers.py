@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import socket
 import threading
+import uuid
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -17,6 +18,7 @@ from accel.serve import peers
 from accel.serve.inference import ServeError
 from accel.serve.repository import Repository
 from accel.serve.server import InferenceServer
+from accel.serve.transport import Slice
 
 KEY = b"k" * 32
 
@@ -97,6 +99,27 @@ def test_a_command_that_does_not_end(two: Any, tmp_path: Path, monkeypatch: pyte
         assert "another command to the server has not ended; try again" in str(error)
     within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 9}))
     assert two[1].log_settings({})["log_verbose_level"] == 9
+
+
+def test_one_that_comes_later_knows_whose_memory_it_is(two: Any, tmp_path: Path) -> None:
+    """Fails if a process that is started again lacks a region that was registered, or gives it to somebody else."""
+    key = f"accel-test-{uuid.uuid4().hex[:8]}"
+    (Path("/dev/shm") / key).write_bytes(b"12345678")
+    try:
+        two[0].peers.everywhere("register_memory", "one", "r", key, 2, 4)
+        third = InferenceServer(Repository(tmp_path / "models"))
+        two.append(third)  # and closed with them
+        third.peers.join(tmp_path, 2, 3, KEY)
+        third.peers.catch_up()
+        for server in two:
+            assert bytes(server.memory.of("one").read(Slice("r", 4))) == b"3456"
+            assert server.memory.of("").status() == server.memory.of("other").status() == []
+        third.peers.everywhere("unregister_memory", "other", "")
+        assert [len(server.memory.all()) for server in two] == [1, 1, 1]
+        third.peers.everywhere("unregister_memory", "one", "")
+        assert [server.memory.all() for server in two] == [[], [], []]
+    finally:
+        (Path("/dev/shm") / key).unlink()
 
 
 def test_strangers(two: Any, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import accel
+from accel.artifact import Artifact
+
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
@@ -51,3 +54,42 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
     assert done.stdout.startswith("True ")
     assert 'datatype: "FP32"' in done.stdout
     assert "count: 3" in done.stdout  # three batches of eight
+
+
+@pytest.mark.nightly  # minutes of search
+def test_the_four_commands_with_a_real_model(
+    minilm: Artifact, minilm_data: Path, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a text model doesn't get from ``accel optimize`` to Triton's client without another word, or answers
+    with other embeddings than the model that was given, beyond the loss that the search may take."""
+    monkeypatch.chdir(tmp_path)
+    source = minilm.copy_to(tmp_path / "minilm.onnx")
+    (tmp_path / "calib.npz").write_bytes(minilm_data.read_bytes())
+    with np.load(minilm_data) as file:
+        given = {name: file[name][:4] for name in file.files}
+    np.savez("inputs.npz", **given)  # type: ignore[arg-type]
+
+    def run(*words: str) -> str:
+        ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=900, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    run("-m", "accel", "optimize", "minilm.onnx", "--data", "calib.npz", "-o", "models/minilm/1")
+    grpc, http = free_ports()
+    served = serve("models", "--grpc-port", grpc, "--http-port", http, "--processes", "2", free=False)
+    served.wait_for("all processes serve")
+    said = run("-m", "accel", "infer", "minilm", "--url", f"127.0.0.1:{grpc}", "--input", "inputs.npz", "--json")
+    answer = json.loads(said)["outputs"]["embedding"]
+    with accel.load(source) as session:
+        wanted = session.run(given)["embedding"]
+    found = np.array(answer["data"], np.float32).reshape(answer["shape"])
+    near = (found * wanted).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert near.min() > 0.95
+    asking = (
+        f"import tritonclient.grpc as t; c = t.InferenceServerClient('127.0.0.1:{grpc}'); "
+        "print(c.is_server_ready(), c.get_model_metadata('minilm'), c.get_inference_statistics('minilm'))"
+    )
+    said = run("-c", asking)
+    assert said.startswith("True ")
+    assert 'name: "attention_mask"' in said
+    assert "success" in said

@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,61 @@ def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
         body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "parameters": parameters}]}
         status, said = plain(process, "/v2/models/linear/infer", json.dumps(body).encode())
         assert (status, "offset" in said.decode()) == (400, True), said
+
+
+@pytest.mark.parametrize("face", ["grpc", "http"])
+def test_regions_are_their_owners(repository: Path, start: Start, region: Any, tmp_path: Path, face: str) -> None:
+    """Fails if a token reads, writes, lists or drops a region that another one registered, can't use a name because
+    another one does, learns that there is such a region, or keeps its own when it is taken out."""
+    rows = {name: f'[[token]]\nname = "{name}"\ntoken = "{name}-secret"\ncontrol = true\n' for name in ("one", "two")}
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text("".join(rows.values()))
+    process = start(repository, http_port=0, tokens=str(tokens))
+    module = triton if face == "grpc" else triton_http
+    headers = {name: {"authorization": f"Bearer {name}-secret"} for name in rows}
+    keys = {name: region(64) for name in rows}
+    with module.InferenceServerClient(f"127.0.0.1:{process.ports[face]}") as client:
+
+        def status(name: str, **asked: str) -> dict[str, str]:
+            found = client.get_system_shared_memory_status(**asked, headers=headers[name])
+            listed = found.regions.values() if face == "grpc" else [SimpleNamespace(**row) for row in found]
+            return {row.name: row.key for row in listed}
+
+        def infer(name: str) -> np.ndarray:
+            """The first four numbers of the region "r", times the weights; the answer is put into it behind them."""
+            given = module.InferInput("x", [1, 4], "FP32")
+            given.set_shared_memory("r", 16)
+            asked = module.InferRequestedOutput("y")
+            asked.set_shared_memory("r", 12, offset=16)
+            client.infer("linear", [given], outputs=[asked], headers=headers[name])
+            found: np.ndarray = shm.get_contents_as_numpy(keys[name][1], np.float32, [7])
+            return found
+
+        def unknown(call: Any, *arguments: Any, **options: Any) -> None:
+            with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'") as caught:
+                call(*arguments, **options)
+            assert caught.value.status() == ("StatusCode.NOT_FOUND" if face == "grpc" else "404")
+
+        x = {"one": X[:1], "two": X[1:]}
+        for name, (_, handle) in keys.items():
+            shm.set_shared_memory_region(handle, [np.concatenate([x[name].ravel(), np.zeros(3, np.float32)])])
+        client.register_system_shared_memory("r", keys["one"][0], 64, headers=headers["one"])
+        assert status("two") == {}
+        unknown(status, "two", region_name="r")
+        unknown(infer, "two")
+        client.unregister_system_shared_memory("r", headers=headers["two"])
+        client.unregister_system_shared_memory(headers=headers["two"])
+        assert status("one") == {"r": keys["one"][0]}
+        client.register_system_shared_memory("r", keys["two"][0], 64, headers=headers["two"])
+        for name in rows:
+            assert status(name, region_name="r") == {"r": keys[name][0]}
+            np.testing.assert_allclose(infer(name), [*x[name][0], *(x[name] @ WEIGHTS)[0]], rtol=1e-5, atol=1e-6)
+        tokens.write_text(rows["two"])
+        process.renewal.look()
+        tokens.write_text(rows["two"] + rows["one"])
+        process.renewal.look()
+        assert status("one") == {}
+        assert status("two") == {"r": keys["two"][0]}
 
 
 def test_registering(region: Any) -> None:
