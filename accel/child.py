@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from accel.errors import AccelError, ChildCrashed
 from accel.progress import report, watched_by
 
 _PR_SET_PDEATHSIG = 1
+_PROGRAM = "program"
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -84,7 +85,7 @@ class Child:
                 cwd=folder,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p),
+                    "PYTHONPATH": _import_path(),
                     **own_temporary(self._temporary.name),
                     **(env or {}),
                 },
@@ -186,6 +187,31 @@ def run_in_child(target: str, /, timeout: float | None = None, **arguments: Any)
         return child.call(target, timeout=timeout, **arguments)
 
 
+def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
+    """Run a program in ``folder`` and give what it wrote, its errors last. It dies with this process, however that
+    ends, and Ctrl-C reaches it through this one. ``TimeoutError`` (program killed) after ``timeout`` seconds."""
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "accel.child", _PROGRAM, str(os.getpid()), *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": _import_path()},
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{Path(words[0]).name} took longer than {timeout:g} s") from error
+    return ran.stdout + ran.stderr
+
+
+def _import_path() -> str:
+    """This interpreter's, for one that starts elsewhere."""
+    return os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+
+
 def die_with_parent(parent: int) -> None:
     """End this process when ``parent`` ends, and at once where it has already."""
     if sys.platform == "linux":
@@ -226,6 +252,8 @@ def serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
+    if sys.argv[1] == _PROGRAM:  # what was asked of the kernel above holds for the program too
+        os.execv(sys.argv[3], sys.argv[3:])
     serve(Connection(int(sys.argv[1])))
     # Native libraries that crash while they unload must not turn a good answer into a failure.
     os._exit(0)

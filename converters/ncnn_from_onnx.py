@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.child import run_in_child
+from accel.child import run_in_child, run_program
 from accel.errors import BuildFailed, ChildCrashed, MissingExtra, one_line
 from accel.progress import report
 from accel.signature import Signature
@@ -97,11 +96,12 @@ def _check_signature(signature: Signature) -> None:
 
 
 def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
-    import pnnx
-
+    found = importlib.util.find_spec("pnnx")
+    assert found is not None
+    assert found.origin is not None
     small, large = signature.sizes(), {d: r.max for d, r in signature.dims.items()}
     batch = signature.batch_dim
-    words = [str(Path(pnnx.__file__).with_name("pnnx")), "model.onnx", "fp16=0"]
+    words = [str(Path(found.origin).with_name("pnnx")), "model.onnx", "fp16=0"]
     for option, sizes in (("inputshape", small), ("inputshape2", large)):
         one = {**sizes, **({batch: 1} if batch else {})}
         shapes = [f"[{','.join(map(str, spec.resolve(one)))}]{_DTYPES[spec.dtype]}" for spec in signature.inputs]
@@ -109,10 +109,9 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
         if set(signature.dims) <= {batch}:
             break  # nothing but the batch is open: one shape says it all
     try:
-        ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=timeout, errors="replace")
-    except subprocess.TimeoutExpired as error:
-        raise NcnnFailed(f"pnnx took longer than {timeout:g} s; use another target") from error
-    return ran.stdout + ran.stderr
+        return run_program(words, folder=folder, timeout=timeout)
+    except TimeoutError as error:
+        raise NcnnFailed(f"{error}; use another target") from error
 
 
 def _last(said: str) -> str:

@@ -148,8 +148,9 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
         step("Mul", constant("scale", scale.reshape(around)))
     if np.any(shift != 0):
         step("Add", constant("shift", shift.reshape(around)))
-    if layout != own:
-        step("Transpose", perm=[0, 2, 3, 1] if own == "NHWC" else [0, 3, 1, 2])
+    back = [0, 2, 3, 1] if own == "NHWC" else [0, 3, 1, 2]
+    if layout != own and not _spared(graph, inner, back):
+        step("Transpose", perm=back)
     if spec.dtype == "float16":
         step("Cast", to=onnx.TensorProto.FLOAT16)
     if not nodes:
@@ -162,6 +163,24 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
         if declared.name == spec.name:
             kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
             graph.input[index].CopyFrom(helper.make_tensor_value_info(spec.name, kind, shape))
+
+
+def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
+    """Whether everything that reads the value ``name`` turns it back from ``perm`` at once, as nets from TensorFlow do:
+    then neither is needed, and what they made is called ``name``."""
+    readers = [node for node in graph.node if name in node.input]
+    ends = {value.name for value in graph.output}
+    for node in readers:
+        turn = [list(a.ints) for a in node.attribute if a.name == "perm"]
+        if node.op_type != "Transpose" or turn != [[perm.index(axis) for axis in range(4)]] or node.output[0] in ends:
+            return False
+    if not readers or any(a.HasField("g") for node in graph.node for a in node.attribute):  # a branch may read it
+        return False
+    gone = {node.output[0]: name for node in readers}
+    for node in readers:
+        graph.node.remove(node)
+    rename_in_nodes(graph.node, gone)
+    return True
 
 
 def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:

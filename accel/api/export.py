@@ -30,6 +30,7 @@ FORMATS = {
     "openvino": "model.xml",
     "torch": "model.pt2",
 }
+CHANNELS = ("auto", "first", "last")
 # A relative error that rounding can add up to; what is wrong is further off.
 _LITTLE = 1e-2
 # The stage that makes ONNX of each kind of source.
@@ -50,6 +51,7 @@ def export(
     graph_outputs: Sequence[str] = (),
     signature: str = "",
     strip_training_ops: bool = False,
+    channels: str = "auto",
     to: str = "onnx",
     preprocess: PreprocessConfig | None = None,
     limit: float | None = None,
@@ -68,8 +70,10 @@ def export(
     are those that come in. ``opset``: what the file will have, exactly;
     by default 20, and of an ONNX file its own. ``preprocess``: what goes before and after the model, into the graph.
     ``graph_inputs``, ``graph_outputs``: tensor names (``x:0``) of a ``.pb`` or ``.meta``. ``signature``: which one of a
-    SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it. ``limit``: the largest relative
-    error of an output after each stage, for a net that float32 itself doesn't hold to the usual 1e-4.
+    SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it. ``channels``: where those of
+    convolutions from TensorFlow are inside the graph: ``first``, ``last``, or ``auto`` for first where that leaves less
+    to be transposed; images come in as in TensorFlow whichever it is. ``limit``: the largest relative error of an
+    output after each stage, for a net that float32 itself doesn't hold to the usual 1e-4.
 
     Raises ``BadSource``, ``BadInputSpec``, ``ExportFailed`` (no exporter gave a right model), ``GateFailed``.
     """
@@ -84,6 +88,8 @@ def export(
         raise UsageError(f"a limit of {limit:g} can't be; it is a relative error, e.g. 1e-3")
     if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedHere(f"opset {opset} can't be exported; pass --opset {MIN_OPSET} to {MAX_OPSET}")
+    if channels not in CHANNELS:
+        raise UnknownName(f"unknown --channels {channels!r}; it takes {', '.join(CHANNELS)}")
     check_writable(out if to == "onnx" else out / FORMATS[to])
     dims, preprocess = _dims_of_each(dims, preprocess)
     is_onnx = Path(source).suffix == ".onnx"
@@ -106,6 +112,11 @@ def export(
     )
     if src.kind not in (*_TO_ONNX, "onnx"):
         raise UnsupportedHere(f"{source} is {src.kind}, which nothing leads back from; export what it was made of")
+    if channels != "auto" and src.kind not in ("tensorflow", "tflite"):
+        raise UsageError(
+            f"--channels is for what comes from TensorFlow, {source} is {src.kind}; leave it out, or say with --layout "
+            "how images come in"
+        )
     with ExitStack() as stack, _limit_named(limit):
         cache = open_cache(stack, use_cache)
         # Only the last stage writes to the user's place.
@@ -113,7 +124,9 @@ def export(
         if src.kind == "onnx":
             made = _as_asked(src, opset, inputs, dims, limit, cache, first)
         else:
-            made = _to_onnx(src, opset or DEFAULT_OPSET, simplify, limit, cache, first)
+            layout = {} if channels == "auto" else {"layout": f"channels_{channels}"}
+            config = to_onnx_config(src.kind, opset=opset or DEFAULT_OPSET, **layout)
+            made = _to_onnx(src, config, simplify, limit, cache, first)
         if preprocess is not None:
             made = _preprocessed(made, preprocess, limit, cache, out if to == "onnx" else None)
         return made if to == "onnx" else _from_onnx(made, to, limit, cache, out / FORMATS[to])
@@ -200,7 +213,7 @@ def _preprocessed(
 
 
 def _to_onnx(
-    src: Artifact, opset: int, simplify: bool, limit: float | None, cache: StageCache, out: Path | None
+    src: Artifact, config: StageConfig, simplify: bool, limit: float | None, cache: StageCache, out: Path | None
 ) -> Artifact:
     from accel.converters.onnx_from_tflite import TFLITE_INT8_LIMIT
     from accel.converters.onnx_from_torch import LIMITS
@@ -211,7 +224,6 @@ def _to_onnx(
     usual = TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision]
     gates = [OutputGate(limit=limit or usual)]
     stage = _TO_ONNX[src.kind]
-    config = to_onnx_config(src.kind, opset=opset)
     if not simplify:
         return run_stage(stage, src, config, gates=gates, out=out, cache=cache)
     exported = run_stage(stage, src, config, gates=gates, cache=cache)

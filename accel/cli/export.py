@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 @click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn, openvino, torch.")
 @source_options
 @tensorflow_options
+@click.option(
+    "--channels",
+    type=click.Choice(["auto", "first", "last"]),
+    default="auto",
+    show_default=True,
+    help="Where TensorFlow's convolutions have them inside the graph; how images come in is --layout.",
+)
 @click.option("--opset", type=int, help="The opset the file will have, exactly: 20, of an ONNX file its own.")
 @click.option("--limit", type=float, help="Largest relative error of an output (float32: 1e-4).")
 @click.option("--normalize", metavar="MEAN,STD", help="Of pixels in 0..1; one number or one a channel: .5:.4:.3,.2.")
@@ -43,6 +50,7 @@ def command(
     weights: Path | None,
     dims: tuple[str, ...],
     tensorflow: dict[str, Any],
+    channels: str,
     opset: int | None,
     limit: float | None,
     normalize: str | None,
@@ -69,6 +77,7 @@ def command(
         inputs=inputs or None,
         weights=weights,
         dims=read_dims(dims),
+        channels=channels,
         opset=opset,
         limit=limit,
         preprocess=_preprocess(normalize, layout, dtype, resize, postprocess),

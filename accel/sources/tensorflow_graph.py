@@ -5,6 +5,7 @@ Imported in the TensorFlow process alone.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,25 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
     """The part of a TF1 session's graph that leads to ``outputs``, with its variables as constants."""
     nodes = [name.partition(":")[0] for name in outputs]
     return tf.compat.v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), nodes)
+
+
+def graph_sha256(frozen: Frozen) -> str:
+    """sha256 over a frozen graph: its operators, what they read, their attributes and weights; not over the names of
+    its nodes, which Keras counts up in a process."""
+    places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
+    digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
+    for name in (*frozen.inputs.values(), *frozen.outputs.values()):
+        digest.update(places[_operation(name)].encode() + name.partition(":")[2].encode())
+    for node in frozen.graph.node:
+        digest.update(node.op.encode())
+        for name in node.input:
+            digest.update(f" {name[:1] == '^'} {places.get(_operation(name))} {name.partition(':')[2]}".encode())
+        for key in sorted(node.attr):
+            if not key.startswith("_"):
+                digest.update(key.encode() + node.attr[key].SerializeToString(deterministic=True))
+    for function in frozen.graph.library.function:
+        digest.update(function.SerializeToString(deterministic=True))
+    return digest.hexdigest()
 
 
 def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:

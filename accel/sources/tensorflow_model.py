@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
-from accel.signature import BATCH, Dim, Signature, TensorSpec
+from accel.signature import BATCH, Dim, DimRange, Signature, TensorSpec
 from accel.sources.output_specs import output_specs, probe_cases
 from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # How often a model is run again on the same inputs: what is drawn from a few numbers may come out the same once.
 _AGAIN = 4
+# What is tried where a net can't take the usual sizes: the last for sound alone, an image of that size takes long.
+_LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
 # How many models stay loaded: a conversion asks for the same one several times.
 _KEPT = 2
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
@@ -73,40 +75,67 @@ def load(spec: TensorFlowSpec) -> Loaded:
     return made
 
 
-def describe(spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
-    """``inputs`` and ``outputs`` as specs, and ``properties``. The model is run at several sizes, and at one
-    of them again and again: what is random isn't taken."""
+def describe(
+    spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
+) -> dict[str, Any]:
+    """``inputs`` and ``outputs`` as specs, ``dims`` with their ranges, ``properties``, and the ``sha256`` of what a
+    function made. The model is run at several
+    sizes, and at one of them again and again: what is random isn't taken. Where it can't take the usual sizes of a dim
+    that ``dims`` has no range for, larger ones are tried."""
+    if spec.form == "python":  # it may read files, and import code, that nobody knows of
+        _loaded.pop(spec, None)
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
-    bounds: Mapping[str, tuple[int, int]] = {}
+    sha256 = ""
+    # The numbers of an image, and those of a quantized tensor, stand for their whole range.
+    spans = {"uint8": (0, 255)} | ({"int8": (-128, 127)} if spec.form == "tflite" else {})
+    bounds = {name: spans[dtype] for name, dtype, _ in model.inputs if dtype in spans}
     if spec.form == "tflite":
         from accel.sources.tflite_model import is_quantized
 
         if is_quantized(Path(spec.path)):
             properties["precision"] = "int8"
-        # The numbers of a quantized tensor stand for its whole range.
-        spans = {"int8": (-128, 127), "uint8": (0, 255)}
-        bounds = {name: spans[dtype] for name, dtype, _ in model.inputs if dtype in spans}
     else:
-        from accel.sources.tensorflow_graph import index_bounds, refuse_random
+        from accel.sources.tensorflow_graph import graph_sha256, index_bounds, refuse_random
 
         frozen = model.freeze()
+        sha256 = graph_sha256(frozen) if spec.form == "python" else ""
         refuse_random(frozen, spec.path, stripped=spec.strip)
-        bounds = index_bounds(frozen)
+        bounds |= index_bounds(frozen)
     last: AccelError | None = None
-    for named in _namings(model.inputs, spec.path, inputs):
-        specs = tuple(replace(s, values=s.values or bounds.get(s.name)) for s in named)
-        signature = Signature(with_given(specs, inputs, spec.path))
-        try:
-            return {
+    odd: dict[str, Any] | None = None
+    for larger in (None, *_LARGER):
+        for named in _namings(model.inputs, spec.path, inputs):
+            specs = tuple(replace(s, values=s.values or bounds.get(s.name)) for s in named)
+            bare = Signature(with_given(specs, inputs, spec.path))
+            batch = bare.batch_dim
+            # Of a batch that is always the same one has to be seen that it needn't be.
+            said = {d: r for d, r in (dims or {}).items() if d in bare.dims and (d != batch or r.min < r.max)}
+            free = tuple(d for d in bare.dims if d not in said and d != batch)
+            if larger and (not free or (larger is _LARGER[-1] and len(free) > 1)):
+                continue
+            signature = bare.with_dims({**{d: larger for d in free if larger}, **said})
+            try:
+                outputs, sound = _probe(model, signature, spec, doubled=free if larger else ())
+            except BadSource as error:
+                last = last or error
+                continue
+            if sound and free:
+                signature = _without_too_small(model, signature, free, spec)
+            found = {
                 "inputs": signature.inputs,
-                "outputs": _probe(model, signature, spec),
+                "outputs": outputs,
+                "dims": dict(signature.dims),
                 "properties": properties,
+                "sha256": sha256,
             }
-        except BadSource as error:
-            last = last or error
-    assert last is not None
-    raise last
+            if sound:
+                return found
+            odd = odd or found
+    if odd is None:
+        assert last is not None
+        raise last
+    return odd  # it gives what is no number, or nothing, at every size
 
 
 def declared(spec: TensorFlowSpec) -> tuple[list[Row], list[Row]]:
@@ -148,8 +177,14 @@ def _reason(error: Exception) -> str:
     return one_line(" ".join(kept[:3]) or type(error).__name__)[:240]
 
 
-def _probe(model: Loaded, signature: Signature, spec: TensorFlowSpec) -> tuple[TensorSpec, ...]:
+def _probe(
+    model: Loaded, signature: Signature, spec: TensorFlowSpec, doubled: Sequence[str]
+) -> tuple[tuple[TensorSpec, ...], bool]:
+    """The outputs, and whether they are numbers at every size. The sizes of the dims ``doubled`` are their usual and
+    their largest: what halves an image and puts it together again can't take one pixel more."""
     cases = probe_cases(signature)
+    for case in cases[1:]:
+        case |= {d: signature.dims[d].max for d in doubled if case[d] != signature.dims[d].opt}
     runs = [_called(model, signature.example_inputs(**sizes), spec.path) for sizes in cases]
     for _ in range(_AGAIN):
         again = _called(model, signature.example_inputs(**cases[-1]), spec.path)
@@ -161,7 +196,25 @@ def _probe(model: Loaded, signature: Signature, spec: TensorFlowSpec) -> tuple[T
                     "is left in it; save it for inference"
                     + (", or take dropout out with --strip-training-ops" if strip else "")
                 )
-    return output_specs(signature, cases, runs, spec.path)
+    return output_specs(signature, cases, runs, spec.path), all(map(_is_sound, runs))
+
+
+def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
+    """Whether there is something in each output, and numbers: a mean over no pixels is none."""
+    import numpy as np
+
+    return all(v.size and (v.dtype.kind != "f" or np.isfinite(v).all()) for v in outputs.values())
+
+
+def _without_too_small(model: Loaded, signature: Signature, free: Sequence[str], spec: TensorFlowSpec) -> Signature:
+    """``signature``, the dims ``free`` beginning at their usual size where the model can't take their smallest."""
+    smallest = {d: signature.dims[d].min for d in free}
+    try:
+        if _is_sound(_called(model, signature.example_inputs(**smallest), spec.path)):
+            return signature
+    except BadSource:
+        pass  # it says nothing that the sizes don't
+    return signature.with_dims({d: replace(signature.dims[d], min=signature.dims[d].opt) for d in free})
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

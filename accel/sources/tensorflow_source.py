@@ -139,12 +139,14 @@ def open_tensorflow(
         strip=strip_training_ops,
     )
     given = parse_inputs(inputs) if inputs else ()
+    ranges: dict[str, DimRange] = parse_dims(dims or {})
     try:
-        found: Mapping[str, Any] = in_tensorflow("accel.sources.tensorflow_model:describe", spec=spec, inputs=given)
+        found: Mapping[str, Any] = in_tensorflow(
+            "accel.sources.tensorflow_model:describe", spec=spec, inputs=given, dims=ranges
+        )
     except ChildCrashed as error:
         reason = str(error).partition("): ")[0].rpartition("(")[2].rstrip(")")
         raise InvalidModel(f"{text} ends TensorFlow's process ({reason}); save it again") from error
-    ranges: dict[str, DimRange] = parse_dims(dims or {})
     bare = Signature(found["inputs"])
     if unknown := [d for d in ranges if d not in bare.dims]:
         raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
@@ -154,14 +156,14 @@ def open_tensorflow(
     return Artifact(
         path=main,
         kind="tflite" if form == "tflite" else "tensorflow",
-        signature=Signature(found["inputs"], found["outputs"], ranges),
+        signature=Signature(found["inputs"], found["outputs"], {**found["dims"], **ranges}),
         properties={"precision": "fp32", **found["properties"]},
         source={
             "kind": "tensorflow",
             "spec": text,
             "files": entries,
             "loading": {**loading, "inputs": list(spec.inputs), "outputs": list(spec.outputs)},
-            "sha256": text_sha256("\n".join([said, *(e["sha256"] for e in entries)])),
+            "sha256": text_sha256("\n".join([said, found["sha256"], *(e["sha256"] for e in entries)])),
         },
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.child import Child, run_in_child
+from accel.child import Child, run_in_child, run_program
 from accel.errors import ChildCrashed, MissingExtra, UnknownName
 from accel.progress import watched_by
 
@@ -127,3 +127,17 @@ def test_dies_with_its_parent() -> None:
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _alive(pid)
+
+
+def test_what_a_program_wrote(tmp_path: Path) -> None:
+    """Fails if a program doesn't run where it is told to, what it says is lost, or one that hangs is waited for or
+    lives on."""
+    said = run_program(["/bin/sh", "-c", "pwd; echo bad >&2; exit 3"], folder=tmp_path, timeout=60)
+    assert said == f"{tmp_path}\nbad\n"
+    pid, hangs = tmp_path / "pid", "echo $$ > new; mv new pid; exec sleep 600"
+    for timeout in (2, 10, 60):  # until there was time enough to start it
+        with pytest.raises(TimeoutError, match=f"sh took longer than {timeout} s"):
+            run_program(["/bin/sh", "-c", hangs], folder=tmp_path, timeout=timeout)
+        if pid.exists():
+            break
+    assert not _alive(int(pid.read_text()))

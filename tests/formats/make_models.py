@@ -172,6 +172,34 @@ def tflite_models() -> None:
     Path("gelu_int8.tflite").write_bytes(converter.convert())
 
 
+class Foldable(tf.Module):
+    """One product with a weight that nine operators make of numbers, two of which have no form in ONNX."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
+    def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"y": tf.matmul(x, self.weight())}
+
+    @staticmethod
+    def weight() -> tf.Tensor:
+        table = tf.reshape(tf.range(16, dtype=tf.float32), [4, 4])
+        return tf.matmul(tf.linalg.inv(table + 2.0 * tf.eye(4)), tf.math.lgamma(table + 1.0)) / tf.reduce_max(table)
+
+
+def foldable_models() -> None:
+    v1 = tf.compat.v1
+    foldable = Foldable()
+    tf.saved_model.save(foldable, "foldable", signatures=foldable.run)
+    with tf.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [None, 4], name="x")
+        tf.matmul(x, Foldable.weight(), name="y")
+        Path("foldable.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    # TFLite's converter folds all of that itself; weights of 16 bits it leaves to be widened at each run.
+    converter = tf.lite.TFLiteConverter.from_saved_model("sequential")
+    converter.optimizations = [tf.lite.Optimize.DEFAULT]
+    converter.target_spec.supported_types = [tf.float16]
+    Path("foldable.tflite").write_bytes(converter.convert())
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     keras_models()
@@ -179,3 +207,4 @@ if __name__ == "__main__":
     saved_models()
     models_in_training()
     tflite_models()
+    foldable_models()

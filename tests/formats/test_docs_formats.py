@@ -26,7 +26,8 @@ def test_every_route_has_an_example() -> None:
     }
     assert {".keras", ".h5", ".pb", ".meta", ".tflite", ".onnx", "a SavedModel", "code"} <= endings
     assert any("get_concrete_function" in block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    for option in ("--signature", "--strip-training-ops", "--limit", "--normalize", "--resize", "--dim", "--opset"):
+    tensorflow = ("--signature", "--strip-training-ops", "--limit", "--channels")
+    for option in (*tensorflow, "--normalize", "--layout", "--resize", "--dim", "--opset"):
         assert any(f"{option} " in words for _, words in exported), option
     for name in FORMATS:
         assert name == "onnx" or any(f"--to {name} " in words for _, words in exported), name

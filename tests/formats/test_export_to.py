@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +112,50 @@ def test_a_wrong_net_is_caught(
     with pytest.raises(GateFailed, match="ncnn_from_onnx changed the output"):
         accel.export(digits.path, to="ncnn", out=tmp_path / "net")
     assert not (tmp_path / "net" / "model.ncnn.param").exists()
+
+
+PNNX = """#!/bin/sh
+echo $$ > "$PID.new"
+mv "$PID.new" "$PID"
+exec sleep 600
+"""
+
+
+def command_of(pid: str) -> bytes:
+    """The command line of a process that runs; nothing of one that ended."""
+    try:
+        return Path(f"/proc/{pid.strip()}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_pnnx_dies_with_its_parent(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if pnnx goes on when accel was killed: it may run for minutes and take gigabytes. A pnnx that never ends
+    stands in the place of the real one."""
+    package, pid = tmp_path / "path" / "pnnx", tmp_path / "pid"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "pnnx").write_text(PNNX)
+    (package / "pnnx").chmod(0o755)
+    path = os.pathsep.join([str(package.parent), str(Path(accel.__file__).parents[1])])
+    words = ["export", str(digits.path), "--to", "ncnn", "-o", str(tmp_path / "net"), "--no-cache", "-q"]
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "accel", *words], env={**os.environ, "PYTHONPATH": path, "PID": str(pid)}
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not pid.exists():
+            assert ran.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert command_of(pid.read_text())
+    finally:
+        ran.kill()
+        ran.wait()
+    deadline = time.monotonic() + 60
+    while command_of(pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:

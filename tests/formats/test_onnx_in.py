@@ -175,6 +175,19 @@ def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: in
     assert all(recipe.stages[0][0] != "onnx_from_onnx" for recipe in recipes(known, request)[0])
 
 
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_an_opset_above_the_range_of_the_target(tmp_path: Path, target: str) -> None:
+    """Fails if a file of an opset that the target doesn't take yet is given to it as it is."""
+    source, found = relu(tmp_path / "new.onnx", ir=13, opset=25), TARGETS[target]
+    made, _ = recipes(source, Request(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1))
+    assert found.max_opset < 25
+    assert made
+    for recipe in made:
+        name, config, limit = recipe.stages[0]
+        brought = run_stage(name, source, config, gates=[OutputGate(limit=limit)], out=tmp_path / "m.onnx")
+        assert brought.properties["opset"] == found.max_opset == onnx.load(brought.path).opset_import[0].version
+
+
 def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
     """Fails if an opset or a dtype that came with IR 13 is written into a file that says 11, where nothing reads it."""
     for opset, kind, why in ((25, "FLOAT", "opset 25"), (23, "INT2", "the dtype INT2")):

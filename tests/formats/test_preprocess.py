@@ -47,16 +47,17 @@ def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
     [
         ("NHWC", None, ["Cast", "Mul", "Add"]),
         ("", None, ["Cast", "Mul", "Add"]),
-        ("NCHW", None, ["Cast", "Mul", "Add", "Transpose"]),
-        ("NHWC", (8, 8), ["Cast", "Transpose", "Resize", "Mul", "Add", "Transpose"]),
-        ("NCHW", (8, 8), ["Cast", "Resize", "Mul", "Add", "Transpose"]),
+        ("NCHW", None, ["Cast", "Mul", "Add", "Conv"]),
+        ("NHWC", (8, 8), ["Cast", "Transpose", "Resize", "Mul", "Add", "Conv"]),
+        ("NCHW", (8, 8), ["Cast", "Resize", "Mul", "Add", "Conv"]),
     ],
 )
 def test_a_model_with_channels_last(
     channels_last: Artifact, tmp_path: Path, layout: str, resize: tuple[int, int] | None, before: list[str]
 ) -> None:
-    """Fails if a mean for each channel goes along another axis of a net with channels last, or if bytes in either
-    layout, resized or not, don't give the scores that the prepared image gives."""
+    """Fails if a mean for each channel goes along another axis of a net with channels last, if bytes in either layout,
+    resized or not, don't give the scores that the prepared image gives, or if what has its channels first by then is
+    turned to last and back again before the first convolution."""
     config = PreprocessConfig(mean=MEAN, std=STD, layout=layout, dtype="uint8", resize=resize)
     made = accel.export(channels_last.path, preprocess=config, out=tmp_path / "p.onnx")
     assert first_nodes(made.path, len(before)) == before
@@ -70,6 +71,48 @@ def test_a_model_with_channels_last(
         (found,) = served.run({name: image.transpose(0, 3, 1, 2) if layout == "NCHW" else image}).values()
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert np.ptp(wanted) > 1e-2
+
+
+@pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
+def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
+    """Fails if the turn to channels last is spared where something else than the turn back to first reads it."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
+        helper.make_node("GlobalAveragePool", ["first"], ["pooled"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 6, 4, 3])
+    outputs: dict[str, list[int] | None] = {"pooled": [3, 1, 1]}
+    if other == "a branch":
+        there = helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0)
+        branches = {
+            name: helper.make_graph([node], name, [], [helper.make_tensor_value_info("most", TensorProto.FLOAT, [])])
+            for name, node in (("then_branch", there), ("else_branch", there))
+        }
+        nodes += [helper.make_node("ReduceSum", ["pooled"], ["sum"], keepdims=0)]
+        nodes += [helper.make_node("Cast", ["sum"], ["asked"], to=TensorProto.BOOL)]
+        nodes += [helper.make_node("If", ["asked"], ["highest"], **branches)]
+        outputs["highest"] = None
+    elif other == "an output":
+        outputs["first"] = [3, 6, 4]
+    elif other == "another turn":
+        nodes.append(helper.make_node("Transpose", ["x"], ["turned"], perm=[0, 2, 1, 3]))
+        outputs["turned"] = [4, 6, 3]
+    ends = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, [] if d is None else ["batch", *d])
+        for n, d in outputs.items()
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], ends), opset_imports=[helper.make_opsetid("", 18)], ir_version=9
+    )
+    onnx.save(model, tmp_path / "t.onnx")
+    made = accel.export(tmp_path / "t.onnx", preprocess=PreprocessConfig(layout="NCHW"), out=tmp_path / "p.onnx")
+    turns = [node.op_type for node in onnx.load(str(made.path)).graph.node].count("Transpose")
+    assert turns == {"nothing": 0, "a branch": 2, "an output": 2, "another turn": 3}[other]
+    image = np.random.default_rng(0).random((2, 6, 4, 3)).astype(np.float32)
+    with accel.load(tmp_path / "t.onnx") as plain, accel.load(made) as turned:
+        wanted, found = plain.run({"x": image}), turned.run({"x": image.transpose(0, 3, 1, 2)})
+    for name in outputs:
+        np.testing.assert_array_equal(found[name], wanted[name])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", ""])

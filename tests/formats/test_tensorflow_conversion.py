@@ -104,32 +104,38 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
     assert cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q").code == 0
 
 
-FOLDABLE = """
-import tensorflow as tf
-
-@tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
-def function(x):
-    table = tf.reshape(tf.range(16, dtype=tf.float32), [4, 4])
-    weight = tf.matmul(tf.linalg.inv(table + 2.0 * tf.eye(4)), tf.math.lgamma(table + 1.0)) / tf.reduce_max(table)
-    return tf.matmul(x, weight)
-"""
-
-
-def test_constants_are_folded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["foldable", "foldable.pb"])
+def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
     """Fails if what can be computed before anything comes in is left to be computed at each run: of ten operators one
     product is to be left, and two of the others have no form in ONNX. Without onnxsim, which would fold some as well.
     """
-    code = written(tmp_path, FOLDABLE)
-    made = accel.export(f"{code}:function", out=tmp_path / "m.onnx", simplify=False)
-    model = onnx.load(str(made.path))
-    kinds = [node.op_type for node in model.graph.node if node.op_type not in ("Constant", "Identity")]
-    assert kinds == ["MatMul"]
+    named: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]} if name.endswith(".pb") else {}
+    there = accel.inspect(tensorflow_models / name, **named).graph["operators"]
+    assert {"MatrixInverse", "Lgamma"} <= set(there)
+    made = accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", simplify=False, **named)
+    assert computing(made.path) == ["MatMul"]
     table = np.arange(16.0).reshape(4, 4)
     weight = np.linalg.inv(table + 2 * np.eye(4)) @ np.vectorize(math.lgamma)(table + 1) / 15
     x = np.float32([[1, -2, 3, 0.5]])
     with accel.load(made) as session:
         (found,) = session.run({"x": x}).values()
     np.testing.assert_allclose(found, x @ weight, rtol=1e-4)
+
+
+def test_constants_of_a_tflite_file_are_folded(tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if weights that a TFLite file keeps in 16 bits, and widens by operators of its own at each run, are widened
+    at each run in ONNX as well."""
+    there = accel.inspect(tensorflow_models / "foldable.tflite").graph["operators"]
+    assert there["DEQUANTIZE"] >= 2
+    made = accel.export(tensorflow_models / "foldable.tflite", out=tmp_path / "m.onnx", simplify=False)
+    plain = accel.export(tensorflow_models / "float.tflite", out=tmp_path / "p.onnx", simplify=False)
+    assert computing(made.path) == computing(plain.path)
+    assert not {"Cast", "DequantizeLinear"} & set(computing(made.path))
+
+
+def computing(path: Path) -> list[str]:
+    """The operators of an ONNX file that do something at each run."""
+    return [node.op_type for node in onnx.load(str(path)).graph.node if node.op_type not in ("Constant", "Identity")]
 
 
 GELU = """

