@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from accel.errors import AccelError, ChildCrashed
 from accel.progress import report, watched_by
 
 _PR_SET_PDEATHSIG = 1
+_PROGRAM = "program"
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -83,8 +84,7 @@ class Child:
                 start_new_session=True,
                 cwd=folder,
                 env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p),
+                    **_importing(),
                     **own_temporary(self._temporary.name),
                     **(env or {}),
                 },
@@ -186,6 +186,29 @@ def run_in_child(target: str, /, timeout: float | None = None, **arguments: Any)
         return child.call(target, timeout=timeout, **arguments)
 
 
+def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
+    """Run a program that isn't Python in ``folder``: what it wrote to stdout and stderr. It ends when this process
+    does. ``subprocess.TimeoutExpired`` (killed) after ``timeout`` seconds."""
+    command = [sys.executable, "-m", "accel.child", _PROGRAM, str(os.getpid()), *words]
+    ran = subprocess.run(
+        command,
+        cwd=folder,
+        env=_importing(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+    )
+    return ran.stdout
+
+
+def _importing() -> dict[str, str]:
+    """The environment of an interpreter that imports what this one can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)}
+
+
 def die_with_parent(parent: int) -> None:
     """End this process when ``parent`` ends, and at once where it has already."""
     if sys.platform == "linux":
@@ -226,6 +249,8 @@ def serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
+    if sys.argv[1] == _PROGRAM:
+        os.execv(sys.argv[3], sys.argv[3:])  # the kernel's note to end it with its parent stays
     serve(Connection(int(sys.argv[1])))
     # Native libraries that crash while they unload must not turn a good answer into a failure.
     os._exit(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.child import run_in_child
+from accel.child import run_in_child, run_program
 from accel.errors import BuildFailed, ChildCrashed, MissingExtra, one_line
 from accel.progress import report
 from accel.signature import Signature
@@ -109,10 +109,9 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
         if set(signature.dims) <= {batch}:
             break  # nothing but the batch is open: one shape says it all
     try:
-        ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=timeout, errors="replace")
+        return run_program(words, folder=folder, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         raise NcnnFailed(f"pnnx took longer than {timeout:g} s; use another target") from error
-    return ran.stdout + ran.stderr
 
 
 def _last(said: str) -> str:
