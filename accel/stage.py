@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +22,23 @@ import accel
 from accel.artifact import Artifact, Manifest, canonical_json, file_sha256, manifest_path, text_sha256
 from accel.cache import StageCache
 from accel.child import resolve
-from accel.errors import CannotWrite, GateFailed, SignatureDrift, StageFailed, UnsupportedHere
+from accel.errors import (
+    NO_SPACE,
+    CannotWrite,
+    ChildCrashed,
+    GateFailed,
+    InvalidModel,
+    RunFailed,
+    SignatureDrift,
+    StageFailed,
+    UnsupportedHere,
+)
 from accel.progress import report
 from accel.signature import Signature, TensorSpec
 from accel.stage_table import READERS, Stage, get_stage
+
+# With less than this many bytes left a disk is full, whatever is to be written.
+_LITTLE_ROOM = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +145,30 @@ def run_stage(
     made = cache.find(key)
     if made is None:
         with cache.scratch() as folder:
-            made = _make(stage, src, config, options, used, key, gates, folder, out, cache)
+            try:
+                made = _make(stage, src, config, options, used, key, gates, folder, out, cache)
+            except (StageFailed, RunFailed, InvalidModel, ChildCrashed) as error:
+                _check_room(stage, src, folder, error)
+                raise
     else:
         report(f"{stage.name}: cached", 1.0)
         made = _as_made_from(made, src)
     return made.copy_to(out) if out is not None else made
+
+
+def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | None = None) -> None:
+    """``CannotWrite`` where a file as large as ``src`` can't be had in ``folder``: libraries that find no space give
+    other reasons, or write half a file without a word."""
+    size = max(_LITTLE_ROOM, sum(file.stat().st_size for file in src.files if file.is_file()))
+    allocate = getattr(os, "posix_fallocate", None)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if allocate is not None:
+                allocate(file.fileno(), 0, size)
+    except OSError as full:
+        if full.errno in NO_SPACE:
+            where = f"stage {stage.name} in {folder}"
+            raise CannotWrite(f"no space left for {where}; free some, or set ACCEL_CACHE_DIR") from (error or full)
 
 
 def _as_made_from(made: Artifact, src: Artifact) -> Artifact:
@@ -171,6 +205,7 @@ def _make(
     for gate in gates:
         results += gate.check(src, result)
     for failed in (r for r in results if r.passed is False):
+        _check_room(stage, src, folder)
         aside = _set_aside(result, out or cache.root / "rejected" / f"{stage.name}{stage.suffix}")
         error = GateFailed(
             f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.metric} is "

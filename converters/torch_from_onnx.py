@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,9 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
             problem = error
     if program is None:
         raise NotTorch(f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)})") from problem
-    torch.export.save(program, out)
+    written = io.BytesIO()  # torch's own writer ends the process where a disk is full
+    torch.export.save(program, written)
+    out.write_bytes(written.getbuffer())
     return Artifact(
         path=out,
         kind="torch",
