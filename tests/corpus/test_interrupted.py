@@ -178,7 +178,7 @@ NOT_KILLED_IN = {
     "fit_tensorrt": _HERE,
     "torch_from_onnx": _HERE,
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
-    "ncnn_from_onnx": "pnnx is over in no time: tests/converters/test_ncnn_from_onnx.py kills one that isn't",
+    "ncnn_from_onnx": "pnnx is over in no time: tests/formats/test_export_to.py kills one that isn't",
 }
 
 
