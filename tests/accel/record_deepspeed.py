@@ -1,15 +1,20 @@
 """Records the DeepSpeed checkpoints under ``checkpoints/deepspeed`` with the real library. Not run by the suite.
 
-    DS_ACCELERATOR=cpu python tests/accel/record_deepspeed.py            (needs deepspeed 0.19.8 and torch, no GPU)
+    make record                                                          (makes an environment with deepspeed 0.19.8)
+    DS_ACCELERATOR=cpu python tests/accel/record_deepspeed.py            (in one that is there; no GPU)
 
 Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks, saves it, and writes beside it what
 DeepSpeed's own ``zero_to_fp32`` makes of it (``expected.safetensors``), which the reader must equal bit for bit.
+
+Run again, it writes the same bytes, but for the padding of the last rank's shards at ZeRO 3, which DeepSpeed doesn't
+initialise (``fp32_flat_groups``, ``frozen_param_fragments``). On another kind of CPU last bits may differ.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -60,7 +65,11 @@ def main() -> None:
     import torch.multiprocessing
     from safetensors.torch import save_file
 
-    for port, case in enumerate(CASES, 29611):
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks: on several threads sums are rounded in another order
+    for case in CASES:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         folder = OUT / case
         shutil.rmtree(folder, ignore_errors=True)
         torch.multiprocessing.spawn(train, args=(case, port), nprocs=2)
