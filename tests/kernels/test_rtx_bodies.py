@@ -99,8 +99,9 @@ def test_a_layer_is_one_kernel(dtype: int, capability: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", WORDS)
-def test_a_convolution_is_one_kernel(dtype: int, capability: str, tmp_path: Path) -> None:
+def test_a_convolution_is_one_kernel(capability: str, tmp_path: Path) -> None:
+    """In fp16: ONNX's Conv has no bf16 before opset 22."""
+    dtype = TensorProto.FLOAT16
     geometry = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
     relu = FusedConv2d(act="relu", bias=True, residual=False, dtype=dtype, **geometry)
     added = FusedConv2d(act="none", bias=True, residual=True, dtype=dtype, **geometry)
