@@ -122,7 +122,8 @@ def with_plugins(model: onnx.ModelProto, choices: Sequence[PluginChoice]) -> byt
     kept = [f for f in model.functions if f.domain != DOMAIN or f.name not in taken]
     del model.functions[:]
     model.functions.extend(kept)
-    return model.SerializeToString()
+    content: bytes = model.SerializeToString()
+    return content
 
 
 def take_fp8_bodies(model: onnx.ModelProto) -> bool:

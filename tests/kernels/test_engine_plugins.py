@@ -21,6 +21,7 @@ from fake_tensorrt import RULES, FakeTensorRT
 from onnx import numpy_helper
 
 import accel
+from accel.api.optimize import _notes
 from accel.artifact import Artifact
 from accel.child import resolve
 from accel.converters import engine_from_onnx as module
@@ -33,6 +34,7 @@ from accel.kernels.build import LIBRARY, RECORD, digest_of, sources_digest
 from accel.kernels.onnx_patterns import fuse_products
 from accel.kernels.tensorrt_plugin import PluginKernel
 from accel.kernels.units import UNITS
+from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.recipes import Request, recipes
 from accel.runtimes.tensorrt import load_plugins, rebuild
 from accel.sources.onnx_file import open_onnx
@@ -158,6 +160,8 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
     (note,) = made.history[-1]["notes"]["warnings"]
     assert note.startswith("1 of 3 fused operators run as TensorRT's own kernels")
     assert note.endswith("RuntimeError: out of registers")
+    row = CandidateResult(name="tensorrt fp16", artifact=made)
+    assert _notes([row, row, CandidateResult(name="left out")], 1, None) == [f"tensorrt fp16: {note}"]
 
     def missing(*_: Any) -> PluginKernel:
         raise MissingExtra("Triton", "kernels")

@@ -123,6 +123,7 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 """
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,8 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
     assert command[command.index("--out") + 1] == str(tmp_path)
     assert command[command.index("--seconds") + 1] == "70"
     assert len(by_name["compile what is measured"].commands(60)) == 14
+    for command in by_name["compute-sanitizer"].commands(60):
+        assert [word for word in command if word.startswith("tests/")] == ["tests/kernels/test_gpu_kernels.py"]
 
 
 def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
@@ -114,14 +116,18 @@ def test_a_file_that_cannot_be_imported_is_seen(script: ModuleType, tmp_path: Pa
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     files = [str(tmp_path / name) for name in ("test_broken.py", "test_whole.py")]
-    names = script.collected(files, seconds=300)
-    assert [name.rpartition("/")[2] for name in names] == ["test_whole.py::test_one", "test_broken.py"]
+    names, missing = script.collected(files, seconds=300)
+    assert [name.rpartition("/")[2] for name in names] == ["test_whole.py::test_one"]
+    assert missing[0].startswith("not run: ")
+    assert missing[0].endswith("test_broken.py")
+    assert "nothing_of_this_name" in missing[1]
 
 
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected(script: ModuleType) -> None:
     """Fails where one of them can't be imported, or where sanitizer runs land among those that share the GPU."""
-    names = script.collected()
+    names, missing = script.collected(seconds=600)
+    assert missing == []
     functions = {re.sub(r"\[.*", "", name.partition("::")[2]) for name in names}
     wanted = {
         "test_triton_shapes",
