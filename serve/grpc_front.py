@@ -295,24 +295,18 @@ class _Servicer:
     def SystemSharedMemoryUnregister(self, request: Any, _answer: Any, token: str | None) -> None:
         self._server.unregister_memory(request.name, token)
 
-    def CudaSharedMemoryStatus(self, request: Any, _answer: Any, token: str | None) -> None:
-        self._server.access.check(token)
-        if request.name:
-            raise ServeError(Code.NOT_FOUND, f"Unable to find CUDA shared memory region: '{request.name}'")
+    def CudaSharedMemoryStatus(self, request: Any, answer: Any, token: str | None) -> None:
+        for region in self._server.cuda_memory_status(request.name, token):
+            answer.regions[region.name].name = region.name
+            answer.regions[region.name].device_id = region.device
+            answer.regions[region.name].byte_size = region.byte_size
 
     def CudaSharedMemoryRegister(self, request: Any, _answer: Any, token: str | None) -> None:
-        self._server.access.check(token, control=True)
-        raise ServeError(
-            Code.UNIMPLEMENTED, f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported"
-        )
+        given = (request.name, request.raw_handle, request.device_id, request.byte_size)
+        self._server.register_cuda_memory(*given, token)
 
     def CudaSharedMemoryUnregister(self, request: Any, _answer: Any, token: str | None) -> None:
-        self._server.access.check(token, control=True)
-        if request.name:
-            raise ServeError(
-                Code.UNIMPLEMENTED,
-                f"failed to unregister CUDA shared memory region: '{request.name}', GPUs not supported",
-            )
+        self._server.unregister_cuda_memory(request.name, token)
 
     # Settings
 

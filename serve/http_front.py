@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import logging
 import threading
@@ -15,7 +16,7 @@ from aiohttp import web
 from accel.errors import UnsupportedHere, one_line
 from accel.serve import http_wire, live, metrics, model_config
 from accel.serve.access import bearer
-from accel.serve.inference import Code, ServeError, Ticket
+from accel.serve.inference import ServeError, Ticket
 from accel.serve.server import InferenceServer
 from accel.serve.tensors import invalid
 from accel.serve.tls import Tls, check_certificates
@@ -152,8 +153,8 @@ class _Rest:
             memory = f"/v2/{kind}sharedmemory"
             for path in (memory, f"{memory}/region/{{region}}"):
                 get(f"{path}/status", self.memory_status if kind == "system" else self.cuda_status)
-                post(f"{path}/unregister", self.unregister_memory if kind == "system" else self.cuda_refused)
-            register = self.register_memory if kind == "system" else self.cuda_refused
+                post(f"{path}/unregister", self.unregister_memory if kind == "system" else self.unregister_cuda)
+            register = self.register_memory if kind == "system" else self.register_cuda
             post(f"{memory}/region/{{region}}/register", register)
         for path in ("/v2/trace/setting", "/v2/models/{model}/trace/setting"):
             get(path, self.trace_setting)
@@ -303,16 +304,29 @@ class _Rest:
         return web.Response()
 
     async def cuda_status(self, request: web.Request) -> web.Response:
-        self._server.access.check(self._token(request))
-        if region := request.match_info.get("region"):
-            raise ServeError(Code.NOT_FOUND, f"Unable to find CUDA shared memory region: '{region}'")
-        return web.json_response([])
+        rows = self._server.cuda_memory_status(request.match_info.get("region", ""), self._token(request))
+        made = [{"name": row.name, "device_id": row.device, "byte_size": row.byte_size} for row in rows]
+        return web.json_response(made)
 
-    async def cuda_refused(self, request: web.Request) -> web.Response:
+    async def register_cuda(self, request: web.Request) -> web.Response:
         self._server.access.check(self._token(request), control=True)
-        if request.path.endswith("/unregister") and "region" not in request.match_info:
-            return web.Response()
-        raise ServeError(Code.UNIMPLEMENTED, "CUDA shared memory is not available: GPUs not supported")
+        body = http_wire.read_json(await self._body(request))
+        handle, device, size = body.get("raw_handle"), body.get("device_id", 0), body.get("byte_size")
+        text = handle.get("b64") if isinstance(handle, dict) else None
+        if not isinstance(text, str) or not isinstance(device, int) or not isinstance(size, int):
+            raise invalid("registering CUDA shared memory takes a raw_handle with b64, a device_id and a byte_size")
+        try:
+            raw = base64.b64decode(text, validate=True)
+        except ValueError:
+            raise invalid("the raw_handle is no base64") from None
+        region = request.match_info["region"]
+        await self._do(self._server.register_cuda_memory, region, raw, device, size, self._token(request))
+        return web.Response()
+
+    async def unregister_cuda(self, request: web.Request) -> web.Response:
+        region = request.match_info.get("region", "")
+        await self._do(self._server.unregister_cuda_memory, region, self._token(request))
+        return web.Response()
 
     # Settings
 

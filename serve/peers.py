@@ -150,8 +150,7 @@ class Peers:
             loaded = server.repository.loaded()
             commands += [("load", (name, self._overrides.get(name))) for name in loaded]
             commands.append(("unload_others", (loaded,)))
-        regions = server.memory.all()
-        commands += [("register_memory", (who, r.name, r.key, r.offset, r.byte_size)) for who, r in regions]
+        commands += server.memory.commands()
         commands += [("trace_settings", change) for change in server.trace.changed().items()]
         logging_changes = {k: v for k, v in server.logging.all().items() if k != "log_file"}
         return [*commands, ("log_settings", (logging_changes,))]

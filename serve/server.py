@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import accel
 from accel.errors import BadRepository
+from accel.serve import cuda_regions
 from accel.serve.access import Access
 from accel.serve.calls import make_reply, read_request
+from accel.serve.cuda_regions import CudaRegion
 from accel.serve.inference import (
     Code,
     InferenceRequest,
@@ -123,7 +125,8 @@ class InferenceServer:
     def metadata(self, token: str | None = None) -> tuple[str, str, tuple[str, ...]]:
         """Name, version, extensions."""
         self.access.check(token)
-        return NAME, accel.__version__, EXTENSIONS
+        cuda = ("cuda_shared_memory",) if cuda_regions.available() else ()
+        return NAME, accel.__version__, (*EXTENSIONS, *cuda)
 
     def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
         """False for a model that isn't there."""
@@ -318,6 +321,22 @@ class InferenceServer:
     def memory_status(self, name: str, token: str | None = None) -> list[Region]:
         return self.memory.of(self.access.check(token)).status(name)
 
+    def register_cuda_memory(
+        self, name: str, handle: bytes, device: int, byte_size: int, token: str | None = None
+    ) -> None:
+        owner = self.access.check(token, control=True)
+        self.peers.everywhere("register_cuda_memory", owner, name, handle, device, byte_size)
+
+    def unregister_cuda_memory(self, name: str, token: str | None = None) -> None:
+        owner = self.access.check(token, control=True)
+        if name and not cuda_regions.available():
+            text = f"failed to unregister CUDA shared memory region: '{name}', GPUs not supported"
+            raise ServeError(Code.UNIMPLEMENTED, text)
+        self.peers.everywhere("unregister_cuda_memory", owner, name)
+
+    def cuda_memory_status(self, name: str, token: str | None = None) -> list[CudaRegion]:
+        return self.memory.of(self.access.check(token)).cuda_status(name)
+
     def trace_settings(
         self, model: str, changes: Mapping[str, list[str] | None], token: str | None = None
     ) -> dict[str, list[str]]:
@@ -349,7 +368,11 @@ class InferenceServer:
         elif what == "register_memory":
             self.memory.of(arguments[0]).register(*arguments[1:])
         elif what == "unregister_memory":
-            self.memory.of(arguments[0]).unregister(*arguments[1:])
+            self.memory.of(arguments[0]).unregister(arguments[1], Region)
+        elif what == "register_cuda_memory":
+            self.memory.of(arguments[0]).register_cuda(*arguments[1:])
+        elif what == "unregister_cuda_memory":
+            self.memory.of(arguments[0]).unregister(arguments[1], CudaRegion)
         elif what == "trace_settings":
             self.trace.change(*arguments)
         elif what == "log_settings":

@@ -1,8 +1,8 @@
-"""System shared memory: regions of POSIX shared memory that clients put their tensors into.
+"""Regions of memory that clients share with the server: POSIX shared memory, and that of GPUs (``cuda_regions``).
 
-A region is opened when it is registered; every slice of it is checked against its size. It is read and written by
-system calls and not mapped: a client can cut its memory short at any time, and touching a page that is gone would end
-the process.
+A region of POSIX shared memory is opened when it is registered; every slice of it is checked against its size. It is
+read and written by system calls and not mapped: a client can cut its memory short at any time, and touching a page that
+is gone would end the process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from accel.serve.cuda_regions import CudaRegion, open_region
 from accel.serve.inference import Code, ServeError
 from accel.serve.transport import Slice
 
@@ -43,7 +45,7 @@ class SharedMemory:
     """The registered regions of one owner. Safe to call from any thread."""
 
     def __init__(self) -> None:
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, Region | CudaRegion] = {}
         self._lock = threading.Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -60,29 +62,52 @@ class SharedMemory:
                 f"failed to register shared memory region '{name}': byte_size has to be above 0 and offset not below",
             )
         with self._lock:
-            if name in self._regions:
-                raise ServeError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
-            if len(self._regions) >= MAX_REGIONS:
-                raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; drop some")
+            self._check_new(name)
             self._regions[name] = _open(name, key, offset, byte_size)
 
-    def unregister(self, name: str = "") -> None:
-        """Forget a region, every one where no name is given. One that isn't there is no error, as in Triton."""
+    def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        """Take the memory of a GPU that ``handle`` shares under ``name``. ``ALREADY_EXISTS`` for a name that is taken,
+        for the rest see ``open_region``."""
         with self._lock:
-            gone = [self._regions.pop(n) for n in ([name] if name else list(self._regions)) if n in self._regions]
+            self._check_new(name)
+            self._regions[name] = open_region(name, handle, device, byte_size)
+
+    def _check_new(self, name: str) -> None:
+        if name in self._regions:
+            raise ServeError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= MAX_REGIONS:
+            raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; drop some")
+
+    def unregister(self, name: str = "", kind: Kind | None = None) -> None:
+        """Forget a region, every one of the ``kind`` (None: of both) where no name is given. One that isn't there is no
+        error, as in Triton."""
+        with self._lock:
+            gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
+            for region in gone:
+                del self._regions[region.name]
         for region in gone:
             region.close()
 
     def status(self, name: str = "") -> list[Region]:
-        """The region asked for (``NOT_FOUND``), or all of them."""
+        """The region of POSIX shared memory that is asked for (``NOT_FOUND``), or all of them."""
+        return [region for region in self._listed(name, Region, "") if isinstance(region, Region)]
+
+    def cuda_status(self, name: str = "") -> list[CudaRegion]:
+        """The same of those on GPUs."""
+        return [region for region in self._listed(name, CudaRegion, "CUDA ") if isinstance(region, CudaRegion)]
+
+    def _listed(self, name: str, kind: Kind, called: str) -> list[Region | CudaRegion]:
         with self._lock:
-            if not name:
-                return list(self._regions.values())
-            return [self._find(name)]
+            found = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
+        if name and not found:
+            raise ServeError(Code.NOT_FOUND, f"Unable to find {called}shared memory region: '{name}'")
+        return found
 
     def read(self, part: Slice) -> memoryview:
         """A copy of the bytes of a slice. ``NOT_FOUND`` or ``INVALID_ARGUMENT`` where there are no such."""
         with self._opened(part) as (file, start):
+            if isinstance(file, CudaRegion):
+                return file.read(start, part.byte_size)
             found = memoryview(np.empty(part.byte_size, dtype=np.uint8))  # type: ignore[arg-type]
             at = 0
             while at < part.byte_size:  # one call moves 2 GiB at most
@@ -95,24 +120,27 @@ class SharedMemory:
     def write(self, part: Slice, body: bytes | bytearray | memoryview) -> None:
         """Put ``body``, which isn't longer than the slice, at its begin. Errors as ``read``."""
         with self._opened(part) as (file, start):
+            if isinstance(file, CudaRegion):
+                file.write(start, body)
+                return
             left = memoryview(body).cast("B")
             while left:
                 count = os.pwrite(file, left, start)
                 left, start = left[count:], start + count
 
     @contextlib.contextmanager
-    def _opened(self, part: Slice) -> Iterator[tuple[int, int]]:
-        """File and position of a slice. The file is one of its own: the region may be dropped meanwhile."""
+    def _opened(self, part: Slice) -> Iterator[tuple[int | CudaRegion, int]]:
+        """File, or region of a GPU, and position of a slice. The file is one of its own: the region may be dropped
+        meanwhile."""
         with self._lock:
-            region = self._find(part.region)
-            if part.offset < 0 or part.byte_size < 0 or part.offset + part.byte_size > region.byte_size:
-                raise ServeError(
-                    Code.INVALID_ARGUMENT,
-                    f"Invalid offset + byte size for shared memory region: '{part.region}'",
-                )
-            if os.fstat(region.file).st_size < region.offset + region.byte_size:
-                raise _cut_short(part)
-            file = os.dup(region.file)
+            region = self._find(part)
+            if isinstance(region, Region):
+                if os.fstat(region.file).st_size < region.offset + region.byte_size:
+                    raise _cut_short(part)
+                file = os.dup(region.file)
+        if isinstance(region, CudaRegion):
+            yield region, part.offset
+            return
         try:
             yield file, region.offset + part.offset
         except (OSError, MemoryError) as error:
@@ -122,11 +150,23 @@ class SharedMemory:
         finally:
             os.close(file)
 
-    def _find(self, name: str) -> Region:
-        found = self._regions.get(name)
+    def _find(self, part: Slice) -> Region | CudaRegion:
+        """The region that ``part`` lies in, within its bounds."""
+        found = self._regions.get(part.region)
         if found is None:
-            raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+            raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{part.region}'")
+        if part.offset < 0 or part.byte_size < 0 or part.offset + part.byte_size > found.byte_size:
+            raise ServeError(
+                Code.INVALID_ARGUMENT, f"Invalid offset + byte size for shared memory region: '{part.region}'"
+            )
         return found
+
+
+Kind = type[Region] | type[CudaRegion]
+
+
+def _is(region: Region | CudaRegion, kind: Kind | None) -> bool:
+    return kind is None or isinstance(region, kind)
 
 
 class OwnedMemory:
@@ -145,11 +185,18 @@ class OwnedMemory:
                 found = self._owners.setdefault(owner, SharedMemory())
         return found
 
-    def all(self) -> list[tuple[str, Region]]:
-        """Every region with its owner."""
+    def commands(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """What registers every region again."""
         with self._lock:
             owners = list(self._owners.items())
-        return [(owner, region) for owner, regions in owners for region in regions.status()]
+        found: list[tuple[str, tuple[Any, ...]]] = []
+        for owner, regions in owners:
+            found += [("register_memory", (owner, r.name, r.key, r.offset, r.byte_size)) for r in regions.status()]
+            found += [
+                ("register_cuda_memory", (owner, r.name, r.handle, r.device, r.byte_size))
+                for r in regions.cuda_status()
+            ]
+        return found
 
     def keep(self, owners: Collection[str]) -> None:
         """Forget the regions of everybody else."""

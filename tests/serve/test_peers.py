@@ -115,9 +115,9 @@ def test_one_that_comes_later_knows_whose_memory_it_is(two: Any, tmp_path: Path)
             assert bytes(server.memory.of("one").read(Slice("r", 4))) == b"3456"
             assert server.memory.of("").status() == server.memory.of("other").status() == []
         third.peers.everywhere("unregister_memory", "other", "")
-        assert [len(server.memory.all()) for server in two] == [1, 1, 1]
+        assert [len(server.memory.commands()) for server in two] == [1, 1, 1]
         third.peers.everywhere("unregister_memory", "one", "")
-        assert [server.memory.all() for server in two] == [[], [], []]
+        assert [server.memory.commands() for server in two] == [[], [], []]
     finally:
         (Path("/dev/shm") / key).unlink()
 

@@ -1,0 +1,153 @@
+"""CUDA shared memory: a GPU's memory that a client allocated, and shares by the handle that CUDA gives for it.
+
+Tensors are copied to and from it; sessions get and give numpy arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from accel.errors import AccelError
+from accel.runtimes.base import has_nvidia_gpu
+from accel.runtimes.cuda_memory import CudaFailed, CudaRuntime
+from accel.serve.inference import Code, ServeError
+
+HANDLE_BYTES = 64
+
+
+class Ipc(Protocol):
+    """What of CUDA is needed here. Addresses are the GPU's, or the host's for what is called ``host``."""
+
+    def open(self, handle: bytes, device: int) -> int:
+        """The address of what ``handle`` shares."""
+        ...
+
+    def room(self, address: int) -> int:
+        """Bytes from ``address`` to the end of the allocation that it is in."""
+        ...
+
+    def from_gpu(self, host: int, address: int, size: int, device: int) -> None: ...
+
+    def to_gpu(self, address: int, host: int, size: int, device: int) -> None: ...
+
+    def close(self, address: int, device: int) -> None: ...
+
+
+def available() -> bool:
+    """Whether this machine has a GPU and what is needed to use it."""
+    try:
+        return has_nvidia_gpu() and importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # nothing is called cuda
+        return False
+
+
+class CudaIpc(CudaRuntime):
+    """``Ipc`` on the GPUs of this machine. ``UnsupportedHere`` where there are none."""
+
+    def open(self, handle: bytes, device: int) -> int:
+        self._call(self._cuda.cudaSetDevice(device))
+        given = self._cuda.cudaIpcMemHandle_t()
+        ctypes.memmove(given.getPtr(), handle, HANDLE_BYTES)
+        flags = self._cuda.cudaIpcMemLazyEnablePeerAccess
+        (address,) = self._call(self._cuda.cudaIpcOpenMemHandle(given, flags))
+        return int(address)
+
+    def room(self, address: int) -> int:
+        from cuda.bindings import driver
+
+        status, base, size = driver.cuMemGetAddressRange(address)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise CudaFailed(f"CUDA can't tell how large the shared memory is ({status.name})")
+        return int(base) + int(size) - address
+
+    def from_gpu(self, host: int, address: int, size: int, device: int) -> None:
+        self._copy(host, address, size, device, self._kinds.cudaMemcpyDeviceToHost)
+
+    def to_gpu(self, address: int, host: int, size: int, device: int) -> None:
+        self._copy(address, host, size, device, self._kinds.cudaMemcpyHostToDevice)
+
+    def _copy(self, target: int, source: int, size: int, device: int, kind: Any) -> None:
+        self._call(self._cuda.cudaSetDevice(device))  # of this thread
+        self._call(self._cuda.cudaMemcpy(target, source, size, kind))
+
+    def close(self, address: int, device: int) -> None:
+        self._call(self._cuda.cudaSetDevice(device))
+        self._call(self._cuda.cudaIpcCloseMemHandle(address))
+
+
+@dataclass
+class CudaRegion:
+    """``byte_size`` bytes at ``address`` of the GPU ``device``, which ``handle`` shares."""
+
+    name: str
+    device: int
+    byte_size: int
+    handle: bytes
+    address: int
+    ipc: Ipc
+    _copying: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """A copy of ``size`` bytes that are known to be within the region."""
+        found = np.empty(size, dtype=np.uint8)
+        self._copy(self.ipc.from_gpu, found.ctypes.data, self.address + offset, size)
+        return memoryview(found)  # type: ignore[arg-type]
+
+    def write(self, offset: int, body: bytes | bytearray | memoryview) -> None:
+        source = np.frombuffer(body, dtype=np.uint8)
+        self._copy(self.ipc.to_gpu, self.address + offset, source.ctypes.data, source.nbytes)
+
+    def _copy(self, copy: Any, target: int, source: int, size: int) -> None:
+        with self._copying:  # it isn't closed meanwhile
+            if self._closed:
+                raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{self.name}'")
+            try:
+                if size:
+                    copy(target, source, size, self.device)
+            except AccelError as error:
+                raise ServeError(
+                    Code.UNAVAILABLE, f"shared memory region '{self.name}' can't be read or written: {error}"
+                ) from None
+
+    def close(self) -> None:
+        with self._copying:
+            if not self._closed:
+                self._closed = True
+                self.ipc.close(self.address, self.device)
+
+
+def open_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
+    """``INVALID_ARGUMENT`` where ``handle`` shares nothing, or less; ``UNIMPLEMENTED`` where no GPU can be used."""
+
+    def refused(code: Code, why: str) -> ServeError:
+        return ServeError(code, f"failed to register CUDA shared memory region: '{name}', {why}")
+
+    if not available():
+        raise refused(Code.UNIMPLEMENTED, "GPUs not supported")
+    if not name or len(handle) != HANDLE_BYTES or byte_size <= 0 or device < 0:
+        raise refused(
+            Code.INVALID_ARGUMENT,
+            f"it takes a name, a handle of {HANDLE_BYTES} bytes, a device and a byte_size above 0",
+        )
+    try:
+        ipc: Ipc = CudaIpc()
+        address = ipc.open(handle, device)
+    except AccelError as error:
+        raise refused(Code.INVALID_ARGUMENT, str(error)) from None
+    try:
+        room = ipc.room(address)
+        if byte_size > room:
+            raise refused(Code.INVALID_ARGUMENT, f"it has {room} bytes, not {byte_size}")
+        return CudaRegion(name, device, byte_size, handle, address, ipc)
+    except BaseException as error:
+        ipc.close(address, device)
+        if isinstance(error, CudaFailed):
+            raise refused(Code.INVALID_ARGUMENT, str(error)) from None
+        raise
