@@ -183,3 +183,23 @@ def test_nearest_neighbours(tmp_path: Path) -> None:
         # As TensorFlow documents it: the pixel in which the centre of the new one lies.
         rows, columns = (((2 * np.arange(size) + 1) * n // (2 * size)) for n in (6, 9))
         np.testing.assert_array_equal(found[str(size)], x[:, rows][:, :, columns])
+
+
+GROUPS = """
+import keras
+
+def make():
+    keras.utils.set_random_seed(0)
+    x = keras.layers.Conv2D(6, 3, groups=3, name="y", bias_initializer="random_normal")
+    return keras.Sequential([keras.Input((8, 8, 6), name="x"), x])
+"""
+
+
+def test_convolutions_in_groups(tmp_path: Path) -> None:
+    """Fails if a convolution in groups, which Keras has XLA compile and which stays a call of a function then, can't be
+    exported."""
+    code = written(tmp_path, GROUPS)
+    made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
+    (node,) = (node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Conv")
+    assert [a.i for a in node.attribute if a.name == "group"] == [3]
+    assert made.history[0]["gates"][0]["passed"]
