@@ -35,7 +35,7 @@ def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
     report("freezing its graph")
     frozen = load(spec).freeze()
     taken, given = list(frozen.inputs.values()), list(frozen.outputs.values())
-    graph = _as_erf(tf_loader.fix_freezing_errors_part2(frozen.graph))
+    graph = _without_xla(_as_erf(tf_loader.fix_freezing_errors_part2(frozen.graph)), [*taken, *given])
     report("folding its constants")
     with tf.Graph().as_default() as whole, tf.compat.v1.Session(graph=whole):
         tf.import_graph_def(graph, name="")
@@ -61,3 +61,28 @@ def _as_erf(graph: Any) -> Any:
         node.op = "Sub"
         node.input[:] = [one.name, erf.name]
     return made
+
+
+def _without_xla(graph: Any, ends: list[str]) -> Any:
+    """``graph`` with what XLA was to compile inlined as plain functions: Keras has each convolution in groups compiled,
+    ConvNeXt's and ResNeXt's among them. ``ends``: its inputs and outputs."""
+    import tensorflow as tf
+    from tensorflow.python.grappler import tf_optimizer
+
+    functions = graph.library.function
+    parts = (*graph.node, *functions, *(node for function in functions for node in function.node_def))
+    compiled = [part for part in parts if "_XlaMustCompile" in part.attr]
+    if not compiled:
+        return graph
+    for part in compiled:
+        del part.attr["_XlaMustCompile"]
+    with tf.Graph().as_default():
+        tf.import_graph_def(graph, name="")
+        whole = tf.compat.v1.train.export_meta_graph(graph_def=graph)
+    whole.collection_def["train_op"].node_list.value.extend(ends)
+    config = tf.compat.v1.ConfigProto()
+    rewrite = config.graph_options.rewrite_options
+    rewrite.min_graph_nodes = -1
+    rewrite.optimizers.append("function")
+    rewrite.function_optimization = type(rewrite).AGGRESSIVE
+    return tf_optimizer.OptimizeGraph(config, whole)

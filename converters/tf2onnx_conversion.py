@@ -108,6 +108,7 @@ def run_tf2onnx(
     foreign = {node.op_type for node in model.graph.node if _is_foreign(node)}
     if left := foreign | _unsupported(heard.lines):
         raise _not_converted(spec.path, sorted(left))
+    _as_specified(model)
     give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
     model = at_opset(model, opset, spec.path)
     write_onnx(model, out)
@@ -161,6 +162,19 @@ def _unsupported(lines: Sequence[str]) -> set[str]:
 
 def _is_foreign(node: onnx.NodeProto) -> bool:
     return node.domain not in ("", "ai.onnx", "ai.onnx.ml")
+
+
+def _as_specified(model: onnx.ModelProto) -> None:
+    """Say nearest neighbours of pixel centres in today's words: tf2onnx writes ``tf_half_pixel_for_nn``, which opset 13
+    took out. The floor of ``v`` is ``v - 0.5`` rounded, halves up."""
+    for node in model.graph.node:
+        said = {a.name: a for a in node.attribute}
+        mode = said.get("coordinate_transformation_mode")
+        if node.op_type != "Resize" or mode is None or mode.s != b"tf_half_pixel_for_nn":
+            continue
+        nearest = said.get("nearest_mode")
+        if nearest is not None and nearest.s == b"floor":
+            mode.s, nearest.s = b"half_pixel", b"round_prefer_ceil"
 
 
 def _not_converted(where: str, ops: list[str]) -> OpNotConverted:

@@ -157,3 +157,49 @@ def test_the_gelu_of_keras(tmp_path: Path) -> None:
         found = session.run({"x": x})["y"]
     wanted = x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
     np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+NEAREST = """
+import tensorflow as tf
+
+@tf.function(input_signature=[tf.TensorSpec([None, None, None, 2], tf.float32, name="x")])
+def function(x):
+    return {str(size): tf.image.resize(x, [size, size], method="nearest") for size in (3, 7, 12, 18)}
+"""
+
+
+def test_nearest_neighbours(tmp_path: Path) -> None:
+    """Fails if images are resized in a way that ONNX took out at opset 13 (ONNX Runtime warns of it, others refuse it),
+    or if another pixel is the nearest one."""
+    code = written(tmp_path, NEAREST)
+    made = accel.export(f"{code}:function", out=tmp_path / "m.onnx")
+    nodes = [node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Resize"]
+    modes = {a.s for node in nodes for a in node.attribute if a.name == "coordinate_transformation_mode"}
+    assert (len(nodes), modes) == (4, {b"half_pixel"})
+    x = np.arange(2 * 6 * 9 * 2, dtype=np.float32).reshape(2, 6, 9, 2)
+    with accel.load(made) as session:
+        found = session.run({"x": x})
+    for size in (3, 7, 12, 18):
+        # As TensorFlow documents it: the pixel in which the centre of the new one lies.
+        rows, columns = (((2 * np.arange(size) + 1) * n // (2 * size)) for n in (6, 9))
+        np.testing.assert_array_equal(found[str(size)], x[:, rows][:, :, columns])
+
+
+GROUPS = """
+import keras
+
+def make():
+    keras.utils.set_random_seed(0)
+    x = keras.layers.Conv2D(6, 3, groups=3, name="y", bias_initializer="random_normal")
+    return keras.Sequential([keras.Input((8, 8, 6), name="x"), x])
+"""
+
+
+def test_convolutions_in_groups(tmp_path: Path) -> None:
+    """Fails if a convolution in groups, which Keras has XLA compile and which stays a call of a function then, can't be
+    exported."""
+    code = written(tmp_path, GROUPS)
+    made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
+    (node,) = (node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Conv")
+    assert [a.i for a in node.attribute if a.name == "group"] == [3]
+    assert made.history[0]["gates"][0]["passed"]
