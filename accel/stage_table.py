@@ -102,7 +102,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="quantize",
-        version=3,
+        version=4,
         function="accel.converters.quantize:quantize",
         config="accel.converters.quantize:QuantizeConfig",
         takes=("onnx",),

@@ -34,8 +34,49 @@ def run_nncf(task: Task) -> dict[str, Any]:
             ignored_scope=nncf.IgnoredScope(patterns=ignored, validate=False) if ignored else None,
             advanced_parameters=_advanced(task),
         )
+    changed = unsigned_where_pooled(made)
     onnx.save(made, str(task.out))
-    return {}
+    return {"made_unsigned": changed} if changed else {}
+
+
+_POOLS = ("MaxPool", "AveragePool")
+
+
+def unsigned_where_pooled(model: onnx.ModelProto) -> int:
+    """Quantize the activations of ``model`` to uint8 with a zero point 128 higher instead of int8, which gives the same
+    numbers; how many tensors. Only where int8 is read by a pooling and by something else, as the skip connections of a
+    U-Net are, which NNCF makes int8 where they meet what has no ReLU: OpenVINO (2026.4) computes both wrongly then."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    signed = []
+    for node in model.graph.node:
+        zero = constants.get(node.input[2]) if node.op_type == "QuantizeLinear" and len(node.input) > 2 else None
+        if zero is not None and zero.data_type == onnx.TensorProto.INT8 and node.input[0] not in constants:
+            signed.append(node)
+    quantized = {node.output[0] for node in signed}
+    restored = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in quantized]
+    source = {node.output[0]: node.input[0] for node in restored}
+    readers: dict[str, list[str]] = {}  # of each quantized tensor, the operators
+    for node in model.graph.node:
+        for name in node.input:
+            if name in source:
+                readers.setdefault(source[name], []).append(node.op_type)
+    if not any(len(ops) > 1 and set(ops) & set(_POOLS) for ops in readers.values()):
+        return 0
+    unsigned: dict[str, str] = {}  # zero points, which several may share
+    for node in (*signed, *restored):
+        name = node.input[2]
+        if name not in unsigned:
+            values = onnx.numpy_helper.to_array(constants[name]).astype(np.int32) + 128
+            unsigned[name] = next(n for n in (f"{name}_u8", f"{name}_u8_") if n not in constants)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.uint8), unsigned[name]))
+        node.input[2] = unsigned[name]
+    used = {name for node in model.graph.node for name in node.input}
+    spent = (set(unsigned) - used) | quantized  # zero points, and the types that shape inference noted
+    for field in (model.graph.initializer, model.graph.value_info):
+        for index in reversed(range(len(field))):
+            if field[index].name in spent:
+                del field[index]
+    return len(signed)
 
 
 class _Feeds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
-from accel.errors import ChainBroken, GateFailed, SignatureDrift, UnsupportedHere
+from accel.errors import CannotWrite, ChainBroken, GateFailed, SignatureDrift, StageFailed, UnsupportedHere
 from accel.signature import DimRange
 from accel.sources.onnx_file import open_onnx
 from accel.stage import StageConfig, config_json, run_stage
@@ -70,6 +71,8 @@ def planted(src: Artifact, config: PlantedConfig, out: Path) -> Artifact:
     }
     if config.fault == "raises":
         raise KeyboardInterrupt
+    if config.fault == "excuse":
+        raise StageFailed("the operator Add is not supported; use another target")
     if config.fault == "killed":
         out.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -146,6 +149,22 @@ def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_pat
     """Fails if the gate runs at one batch size only: the file says `batch`, and works at 1."""
     with pytest.raises(GateFailed, match="batch=2"):
         run(source, "baked", tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize("fault", ["excuse", "wrong"])
+def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fault: str) -> None:
+    """Fails if a library that found no room on the disk, and says something else or writes something wrong, is taken at
+    its word; or if the disk is blamed where there is room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    try:
+        with pytest.raises(CannotWrite, match=r"no space left for stage planted in .*; free some"):
+            run(source, fault, tmp_path / "out.onnx")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.glob("out.onnx*")) == []
+    with pytest.raises((StageFailed, GateFailed), match=r"not supported; use another target|the limit is 0\.0001"):
+        run(source, fault, tmp_path / "out.onnx")
 
 
 def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> None:
