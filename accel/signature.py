@@ -241,6 +241,8 @@ class Signature:
             if spec.optional and spec.name not in feeds:
                 continue
             value = feeds[spec.name]
+            if not hasattr(value, "dtype"):
+                raise BadFeeds(f"input {spec.name!r} is a {type(value).__name__}; give a numpy array of {spec.dtype}")
             if dtype_name(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
                 raise BadFeeds(f"input {spec.name!r} is {value.dtype}, the model takes {spec.dtype}; cast it")
             if len(value.shape) != len(spec.shape):

@@ -49,20 +49,24 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
     reason of every rung.
     """
     refused: dict[str, str] = {}
+    by_values, branches = False, ""  # torch.export found that the model does something else for other values; where
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; the ladder is made of {', '.join(_RUNGS)}")
         report(f"onnx_from_torch: {rung}")
         out.unlink(missing_ok=True)
         try:
-            with _quiet():
+            with _quiet() as said:
                 _RUNGS[rung](src, config, out)
+            if by_values and (branches := _branches(said)):
+                raise ExportFailed(f"it holds one branch of {branches}")
             made = _verified(src, config, out, SEEDS[rung])
         except AccelError as error:
             refused[rung] = str(error)
         except Exception as error:  # exporters raise whatever the part that failed raises
             if full := no_space(error):
                 raise full from error
+            by_values |= "data-dependent" in str(error)
             refused[rung] = f"{type(error).__name__}: {_first_line(error)}"
         else:
             notes = {"rung": rung, "refused": refused, **made.notes}
@@ -76,6 +80,11 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
             "it is used here; run the RNN on the padded batch as it is and take its outputs by the lengths or a mask "
             "(output.gather(1, lengths - 1)), which gives the same numbers in one direction; or undo the packing with "
             "pad_packed_sequence directly after the RNN"
+        )
+    if branches:
+        raise ExportFailed(
+            f"{spec} takes one branch or another by the values that come in, at {branches}, and a traced file would "
+            "hold the one that the example took; write torch.where or torch.cond there"
         )
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
     raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){_advice(src)}")
@@ -145,17 +154,35 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int)
     )
 
 
+def _branches(said: Sequence[warnings.WarningMessage]) -> str:
+    """Where the tracer saw a tensor become a condition, outside of PyTorch; empty where it didn't."""
+    import torch
+
+    own = str(Path(torch.__file__).parent)
+    lines = [
+        f"{Path(one.filename).name}:{one.lineno}"
+        for one in said
+        if "tensor to a Python boolean" in str(one.message) and not one.filename.startswith(own)
+    ]
+    return " and ".join(dict.fromkeys(lines))
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Exporters print, log and warn; what matters of it is checked on the file itself."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Exporters print, log and warn; what matters of it is checked on the file itself. The warnings are kept."""
+    names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with (
+        warnings.catch_warnings(record=True) as said,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("always")
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         try:
-            yield
+            yield said
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)

@@ -96,6 +96,13 @@ def bisect(
                 f"the {role} differ: {', '.join(s.name for s in ours)} and {', '.join(s.name for s in theirs)}; "
                 "give two forms of one model"
             )
+        shapes = {spec.name: spec.shape for spec in theirs}
+        for spec in ours:
+            if len(spec.shape) != len(shapes[spec.name]):
+                raise UsageError(
+                    f"{spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the other; "
+                    "give two forms of one model"
+                )
     if limit is None:
         limit = LIMITS[str(second.properties.get("precision", "fp32"))]
     if not limit >= 0:

@@ -12,6 +12,9 @@ from accel.bench import page
 from accel.bench.columns import with_values
 from accel.bench.statistics import NOISY_FLOOR, Ratio, Verdict
 
+# What is quantized, however badly, is closer to its source than this; other weights aren't.
+_ANOTHER_MODEL = 0.5
+
 if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
@@ -81,12 +84,18 @@ class BenchReport:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What makes the figures worth less than they look, a sentence each."""
-        if self.noise_floor < NOISY_FLOOR:
-            return ()
-        return (
-            f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is running, "
-            "or give more --rounds and --budget-seconds",
-        )
+        found = [
+            f"{row.name} gives other outputs than {self.baseline} (cosine {row.cosine:.2f}): are they the same model, "
+            "with the same --weights?"
+            for row in self.rows
+            if row.cosine is not None and row.cosine < _ANOTHER_MODEL
+        ]
+        if self.noise_floor >= NOISY_FLOOR:
+            found.append(
+                f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is "
+                "running, or give more --rounds and --budget-seconds"
+            )
+        return tuple(found)
 
     def row(self, name: str) -> Row:
         """The row of that candidate; ``KeyError`` where there is none."""

@@ -94,8 +94,10 @@ class Search:
         self._measure(ready, self._long(len(ready), _SECONDS_OF_OPTIONS))
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
-            if row.status == "passed":
-                not_faster(row, by_name[row.base], self._floor())
+            base = by_name[row.base]
+            # One that isn't taken itself is nothing to be compared with: its options then stand against the source.
+            if row.status == "passed" and (base is self.source or (base.measured or {}).get("verdict") == "faster"):
+                not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.status == "passed" and not row.reason]
         return fastest(self.source, contenders), made
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from accel.artifact import Artifact
-from accel.errors import InvalidModel, MissingExtra, RunFailed, UnknownName, UnsupportedHere
+from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnknownName, UnsupportedHere
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
@@ -61,6 +61,7 @@ class OpenVinoSession(BaseSession):
         self._types = {name: model.inputs[index].get_element_type() for name, index in self._inputs.items()}
         self._dtypes = {spec.name: numpy_dtype(spec.dtype) for spec in signature.outputs}
         self._by_bits = {s.name: _BY_BITS[s.dtype] for s in signature.inputs if s.dtype in _BY_BITS}
+        self._values = {s.name: s.values for s in signature.inputs if s.values is not None and s.dtype != "uint8"}
 
     def _load(self) -> None:
         path = self.artifact.path
@@ -187,6 +188,8 @@ class OpenVinoSession(BaseSession):
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
         """The input as a tensor over the same memory, and the array that owns the memory."""
+        if name in self._values:
+            self._check_values(name, value)
         if value.dtype.kind in "OUS":
             return self._ov.Tensor(value.astype(np.str_)), value
         # OpenVINO takes no memory that is read-only, as what arrives in a request is.
@@ -194,6 +197,15 @@ class OpenVinoSession(BaseSession):
         if name in self._by_bits:
             return self._ov.Tensor(value.view(self._by_bits[name]), list(value.shape), self._types[name]), value
         return self._ov.Tensor(value, shared_memory=True), value
+
+    def _check_values(self, name: str, value: np.ndarray) -> None:
+        """OpenVINO takes an index beyond the end of a table for some other one, without a word."""
+        low, high = self._values[name]
+        if value.size and not (low <= value.min() and value.max() <= high):
+            raise BadFeeds(
+                f"input {name!r} has values from {value.min()} to {value.max()}, the model takes {low} to {high}; "
+                "correct them, or export the model with their range"
+            )
 
     def _array(self, tensor: Any, name: str) -> np.ndarray:
         """A copy: the next run overwrites the tensor."""

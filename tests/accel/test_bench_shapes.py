@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,9 @@ def test_the_terminal_has_the_same_columns() -> None:
         rows=rows, baseline="base", noise_floor=0.02, twin=None, sizes={"batch": 1}, order=(), block_seconds=0.1,
         environment=point["environment"], seed=0,
     )  # fmt: skip
+    assert report.warnings == ()
+    other = replace(report, rows=(rows[0], replace(rows[1], cosine=-0.07)))
+    assert [line for line in other.warnings if "[bold]x gives other outputs than base (cosine -0.07)" in line]
     made = table(report)
     titles, *cells = page.cells(report.to_json())
     assert [column.header for column in made.columns] == titles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,13 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
     """Fails if another model, or one that is no ONNX, gives a result or a traceback."""
     with pytest.raises(UsageError, match="the inputs differ"):
         bisect(encoder, digits)
+    model = onnx.load(str(digits.path))
+    model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 1
+    onnx.save(model, str(tmp_path / "ranks.onnx"))
+    other = replace(digits.signature.inputs[0], shape=(*digits.signature.inputs[0].shape, 1))
+    ranks = replace(digits, path=tmp_path / "ranks.onnx", signature=replace(digits.signature, inputs=(other,)))
+    with pytest.raises(UsageError, match="has 4 dims in one model and 5 in the other"):
+        bisect(digits, ranks)
     with pytest.raises(UnsupportedHere, match="looks inside ONNX files"):
         bisect("accel.examples.digits:model", digits)
     ran = cli("bisect", digits.path, tmp_path / "none.onnx")

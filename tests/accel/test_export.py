@@ -167,6 +167,27 @@ def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:
     assert list(tmp_path.glob("odd.onnx*")) == []
 
 
+def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
+    """Fails if a model whose other branch no example takes is exported without it, or if the line isn't named."""
+    source = tmp_path / "rare.py"
+    source.write_text(
+        "import torch\n"
+        "class Rare(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if x.abs().max() > 100:\n"
+        "            x = x / 100\n"
+        "        return super().forward(x)\n"
+        "def make():\n"
+        "    return Rare(4, 2)\n"
+    )
+    ran = cli("export", f"{source}:make", "--input", "x:float32[batch,4]", "-o", tmp_path / "rare.onnx", "-q")
+    assert ran.code == 1
+    assert len(ran.stderr.splitlines()) == 1
+    assert "at rare.py:4" in ran.stderr
+    assert "torch.where or torch.cond" in ran.stderr
+    assert list(tmp_path.glob("rare.onnx*")) == []
+
+
 PACKED = """
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence

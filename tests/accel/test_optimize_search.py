@@ -110,6 +110,19 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
     assert chosen.options == {"threads": 1}
 
 
+def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
+    """Fails if a candidate that is measurably faster than the source isn't taken because it isn't than another that
+    noise has cost its own verdict meanwhile."""
+    timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
+    search = searching(timed)
+    rows = [row("a"), row("b")]
+    best = search.best(rows)
+    assert best.name == "a"
+    timed.ms |= {"a": 10, "b": 9.9, "b, 1 thread": 9.0}  # in the second measurement they are what they seemed not to be
+    chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
+    assert chosen.name == "b, 1 thread", [r.reason for r in made]
+
+
 def test_options_are_judged_like_candidates(searching: Any) -> None:
     """Fails if options that change the outputs beyond the budget are taken because they are fast."""
     ms = {"source": 10, "a": 6, "a, 1 thread": 5, "a, extended graph level": 1, "a, no spinning": 5.5}

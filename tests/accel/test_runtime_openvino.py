@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,27 @@ def test_wrong_feeds(mlp: Artifact) -> None:
             session.run(feeds | {"a": feeds["a"].astype(np.float64)})
         with pytest.raises(BadFeeds, match="missing input 'z'"):
             session.run({"a": feeds["a"]})
+
+
+def test_an_index_beyond_the_table(make: Make) -> None:
+    """Fails if OpenVINO's own answer to an index that the model has nothing for, any other row, is handed out."""
+    node = helper.make_node("Gather", ["table", "ids"], ["rows"])
+    table = {"table": np.arange(12, dtype=np.float32).reshape(4, 3)}
+    made = make([node], [("ids", TensorProto.INT64, ["n"])], [("rows", FLOAT, ["n", 3])], table)
+    (spec,) = made.signature.inputs
+    bounded = replace(made, signature=replace(made.signature, inputs=(replace(spec, values=(0, 3)),)))
+    good = {"ids": np.array([1], np.int64)}
+    for streams in (1, 2):
+        with OpenVinoSession(bounded, SessionOptions(threads=2, streams=streams)) as session:
+            for ids in ([4], [-1, 0], [0, 1, 99_999]):
+                with pytest.raises(BadFeeds, match="the model takes 0 to 3"):
+                    session.run({"ids": np.array(ids, np.int64)})
+                with pytest.raises(BadFeeds, match="the model takes 0 to 3"):
+                    session.run_many([good, {"ids": np.array(ids, np.int64)}, good])
+            assert len(session.run_many([good] * 5)) == 5
+    with OpenVinoSession(bounded, SessionOptions(threads=1)) as session:
+        np.testing.assert_array_equal(session.run({"ids": np.array([3, 0])})["rows"], table["table"][[3, 0]])
+        assert session.run({"ids": np.empty(0, np.int64)})["rows"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -95,6 +95,7 @@ def test_feeds_are_checked() -> None:
         ({"a": good["a"]}, "missing input 'b'"),
         ({**good, "c": good["b"]}, "unknown input 'c'"),
         ({**good, "a": good["a"].astype(np.float64)}, "float64"),
+        ({**good, "a": [[1.0, 2.0, 3.0]]}, "'a' is a list; give a numpy array of float32"),
         ({**good, "a": np.zeros((2, 4), np.float32)}, r"\[2, 4\]"),
         ({**good, "a": np.zeros((2, 3, 1), np.float32)}, r"\[2, 3, 1\]"),
         ({**good, "b": np.zeros(3, np.int64)}, "'batch' is 2 in one input and 3"),
