@@ -11,7 +11,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.converters.keras2_process import NotTensorFlow, run_with_keras2
-from accel.errors import UnsupportedHere
+from accel.errors import UnsupportedHere, one_line
 from accel.progress import report
 from accel.signature import Signature
 from accel.sources.tensorflow_process import require_tensorflow
@@ -68,7 +68,8 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
                 part.rename(out.parent / part.name)
             break
     else:
-        raise NotTensorFlow(next(iter(refused.values())))
+        # The reason that names an operator says more than one that doesn't.
+        raise NotTensorFlow(max(refused.values(), key=lambda reason: "the operator " in reason))
     main = out.parent / "saved_model.pb"
     rest = sorted(f for top in ("variables", "assets") for f in (out.parent / top).rglob("*") if f.is_file())
     rest += [f for f in (out.parent / "fingerprint.pb",) if f.is_file()]
@@ -100,13 +101,22 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
         onnx2tf.convert(
             input_onnx_file_path=str(path),
             output_folder_path=str(first),
-            **{_RUNGS[rung]: [spec.name for spec in signature.inputs]},
+            **_layout_option(rung, signature),
             output_signaturedefs=True,
             not_use_onnxsim=True,
             non_verbose=True,
         )
     except SystemExit as error:  # how onnx2tf ends where it can't go on
-        raise NotTensorFlow("onnx2tf gave up on an operator; choose another --to") from error
+        raise NotTensorFlow(
+            f"onnx2tf gave up on {_operator_of(error) or 'an operator'}; choose another --to"
+        ) from error
+    except Exception as error:  # whatever the part of onnx2tf or TensorFlow that failed raises
+        place = _operator_of(error)
+        at = f" (it was at {place})" if place else ""
+        reason = one_line(f"{type(error).__name__}: {error}", 240)
+        raise NotTensorFlow(
+            f"onnx2tf can't write {path.name} as a SavedModel{at}: {reason}; choose another --to"
+        ) from error
     loaded = tf.saved_model.load(str(first))
     function = loaded.signatures["serving_default"]
     taken = list(function.structured_input_signature[1])
@@ -131,6 +141,24 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
     module = tf.Module()
     module.inner = loaded
     tf.saved_model.save(module, str(out), signatures=tf.function(call).get_concrete_function(*kinds))
+
+
+def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
+    """What ``rung`` says to onnx2tf. It keeps channels first for inputs of 3 to 5 dims only, and refuses others there:
+    those have no channels that it would move."""
+    names = [s.name for s in signature.inputs if rung != "channels last inside" or len(s.shape) in (3, 4, 5)]
+    return {_RUNGS[rung]: names} if names else {}
+
+
+def _operator_of(error: BaseException) -> str:
+    """The ONNX node that onnx2tf was at when it raised, as the operator and its name; empty where it was at none."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("graph_node")
+        if node is not None and hasattr(node, "op"):
+            found = f"the operator {node.op} ({node.name})"
+        trace = trace.tb_next
+    return found
 
 
 def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:

@@ -161,7 +161,12 @@ def _unsupported(lines: Sequence[str]) -> set[str]:
 
 
 def _is_foreign(node: onnx.NodeProto) -> bool:
-    return node.domain not in ("", "ai.onnx", "ai.onnx.ml")
+    """Whether ``node`` is no operator of ONNX: of another domain, or one of TensorFlow that was left as it was."""
+    import onnx
+
+    if node.domain not in ("", "ai.onnx", "ai.onnx.ml"):
+        return True
+    return not onnx.defs.has(node.op_type, "" if node.domain == "ai.onnx" else node.domain)
 
 
 def _as_specified(model: onnx.ModelProto) -> None:
@@ -182,6 +187,8 @@ def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
     cut = "export the part of the model without it" if len(ops) == 1 else "export the part of the model without them"
     if where.endswith(".tflite"):
         cut = "export the SavedModel or Keras file that it was made of"
+    elif any(op.startswith("LookupTable") for op in ops):
+        cut = "tables of strings aren't supported: look them up before the model and export it from the numbers on"
     return OpNotConverted(f"{where} uses {what}, which tf2onnx can't write as ONNX; {cut}")
 
 

@@ -26,6 +26,10 @@ from accel.sources.weights import load_weights
 # Modules that were opened in this process, by the source's sha256: building one twice costs seconds.
 _opened: dict[str, torch.nn.Module] = {}
 
+# A dim that an exported program lets go beyond the first was meant to take any size. What it declares below is the range
+# of the dim, up to the second or four times its example: everything is tried at its ends.
+_ANY_SIZE, _DECLARED = 2**13, 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -284,8 +288,10 @@ def _from_exported_program(path: Path) -> Found:
             opt = int(tensor.shape[axis])
             interval = bounds.get(symbol)
             low = max(1, int(interval.lower)) if interval is not None else 1
-            high = int(interval.upper) if interval is not None and interval.upper < 2**31 else max(8, 4 * opt)
-            dims[dim] = (symbol, DimRange(min(low, opt), opt, max(opt, min(high, max(8, 4 * opt)))))
+            high = max(8, 4 * opt)
+            if interval is not None and interval.upper < _ANY_SIZE:
+                high = min(int(interval.upper), max(high, _DECLARED))
+            dims[dim] = (symbol, DimRange(min(low, opt), opt, max(opt, high)))
             shape.append(dim)
         specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
     return Found(

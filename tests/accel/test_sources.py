@@ -131,13 +131,14 @@ def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
 
 
 def test_an_exported_program(tmp_path: Path) -> None:
-    """Fails if a .pt2 loses its dynamic batch or computes something else."""
+    """Fails if a .pt2 loses its dynamic batch or the range that it declares for it, or computes something else."""
     batch = torch.export.Dim("batch", min=1, max=16)
     program = torch.export.export(net(), (torch.ones(2, 6),), dynamic_shapes=({0: batch},))
     path = tmp_path / "net.pt2"
     torch.export.save(program, path)
     found = open_source(path)
     assert found.signature.inputs[0].shape == ("batch", 6)
+    assert found.signature.dims["batch"] == DimRange(1, 2, 16)
     feeds = found.signature.example_inputs(batch=5)
     with open_session(found) as session, torch.inference_mode():
         wanted = net()(torch.from_numpy(feeds["input"])).numpy()

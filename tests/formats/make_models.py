@@ -41,6 +41,9 @@ def keras_models() -> None:
     code = keras.Input((3,), name="x")
     keras.Model(code, layers.Lambda(lambda t: t + 1)(code)).save("lambda.keras")
     keras.Sequential([layers.Dense(2)]).save("unbuilt.keras")
+    city = keras.Input((1,), name="city", dtype="string")
+    code = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")(city)
+    keras.Model(city, layers.Dense(1)(code)).save("lookup.keras")
 
 
 def graphs() -> None:

@@ -192,6 +192,7 @@ ENDS_OF_DROPOUT = ["--inputs", "x:0", "--outputs", "logits:0"]
     ("name", "code", "wrong", "fix", "words"),
     [
         ("strings", 1, "the operator StringLength", "export the part of the model without it", []),
+        ("lookup.keras", 1, "the operator LookupTableFindV2", "look them up before the model", []),
         ("gelu_int8.tflite", 1, "the operator TFL_GELU", "export the SavedModel or Keras file that it was made of", []),
         ("no.pb", 2, "not a TensorFlow graph", "a frozen graph is what is needed here", ENDS_OF_NO),
         ("only.weights.h5", 2, "only weights", "export FILE.py:FUNCTION", []),

@@ -166,6 +166,42 @@ def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
         accel.export(digits.path, to="ncnn", out=tmp_path / "x.param")
 
 
+def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
+    """Fails if what onnx2tf allows for 3 to 5 dims alone is asked of a table of features as well, which it refuses."""
+    weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
+    nodes = [
+        onnx.helper.make_node("Conv", ["image", "w"], ["c"]),
+        onnx.helper.make_node("ReduceMean", ["c", "axes"], ["r"], keepdims=0),
+        onnx.helper.make_node("Concat", ["r", "features"], ["y"], axis=1),
+    ]
+    shapes = {"image": ["batch", 3, 6, 6], "features": ["batch", 4]}
+    path = onnx_file(tmp_path / "two.onnx", nodes, shapes, ["batch", 6], {"w": weight, "axes": axes})
+    made = accel.export(path, to="saved_model", out=tmp_path / "out")
+    assert made.history[-1]["notes"]["rung"] == "channels last inside"
+
+
+def test_an_operator_that_onnx2tf_has_not(tmp_path: Path) -> None:
+    """Fails if the error doesn't say which node onnx2tf stopped at: it takes no LSTM of two directions that starts at
+    zero of itself, and says no more than that None can't be indexed."""
+    weights = {name: np.zeros((2, 8, 2), np.float32) for name in "wr"}
+    lstm = onnx.helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="both", hidden_size=2, direction="bidirectional")
+    path = onnx_file(tmp_path / "lstm.onnx", [lstm], {"x": [5, "batch", 2]}, [5, 2, "batch", 2], weights)
+    with pytest.raises(AccelError, match=r"at the operator LSTM \(both\)"):
+        accel.export(path, to="saved_model", out=tmp_path / "out")
+
+
+def onnx_file(
+    path: Path, nodes: list[Any], shapes: dict[str, list[Any]], y: list[Any], weights: dict[str, np.ndarray]
+) -> Path:
+    """A graph of float32 inputs with these shapes and one output ``y``."""
+    inputs = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()]
+    outputs = [onnx.helper.make_tensor_value_info("y", 1, y)]
+    constants = [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = onnx.helper.make_graph(nodes, "g", inputs, outputs, constants)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9), path)
+    return path
+
+
 def test_onnx2tf_is_not_there(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
     port = served.wait_for("serving")["ports"]["grpc"]
     with client(port) as made:
         config = made.get_model_config("net", as_json=True)["config"]
-        assert (config["platform"], config["max_batch_size"]) == ("pytorch_libtorch", 8)
+        assert (config["platform"], config["max_batch_size"]) == ("pytorch_libtorch", 16)
         [given] = made.get_model_metadata("net").inputs
         for rows in (1, 3, 8):
             x = np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)
