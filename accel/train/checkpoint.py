@@ -12,6 +12,7 @@ damaged is named and the one before it used.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 import zlib
@@ -156,7 +157,7 @@ class Checkpoints:
             )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)
         best = self.best()
-        if best is not None and best["value"] >= value:
+        if math.isnan(value) or (best is not None and best["value"] >= value):
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
         _write(self.folder / BEST, {"step": step, "value": value, "metric": name, "metrics": dict(metrics)})
@@ -169,6 +170,12 @@ class Checkpoints:
         except (OSError, ValueError):
             return None
         return body
+
+    def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """On rank 0: note what was measured of ``step`` after it was saved, and keep what is kept now."""
+        file = self.folder / f"step-{step:08d}" / RUN
+        _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
+        self._keep()
 
     def _keep(self) -> None:
         best = self.best()

@@ -170,6 +170,10 @@ def _tell(body: dict[str, Any]) -> None:
     if "note" in body:
         report(body["note"])
         return
+    if "evaluate" in body:
+        found = ", ".join(f"{k} {'nan' if v is None else f'{v:.4f}'}" for k, v in body["evaluate"].items())
+        report(f"step {body['step']}/{body['steps']}  evaluate: {found}", body["step"] / body["steps"])
+        return
     loss = "nan" if body["loss"] is None else f"{body['loss']:.4f}"
     mfu = f"  MFU {body['mfu']:.1%}" if "mfu" in body else ""
     report(
