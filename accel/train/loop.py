@@ -222,7 +222,8 @@ class Trainer:
         Raises on every rank what was wrong with it on rank 0, once there is a checkpoint of this step.
         """
         self.checkpoints.wait()  # a save in the background has the group of these collectives
-        best, failed, kind = False, "", TrainingFailed
+        best, failed = False, ""
+        kind: type[BadConfig | TrainingFailed] = TrainingFailed
         state = gather(self.module.state_dict(), self.ranks)
         if state is not None:
             try:
