@@ -75,8 +75,9 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        return _say("interrupted; run the same command again, it goes on at the stage it was in")
+    except (KeyboardInterrupt, click.Abort) as error:  # click makes an Abort of the first; a command may say more in it
+        said = "interrupted; run the same command again, it goes on at the stage it was in"
+        return _say(str(error.__cause__ or error) or said)
     except AccelError as error:
         return _say(str(error), error.exit_code)
     except BrokenPipeError:  # the reader of a pipe went away

@@ -82,8 +82,19 @@ def command(
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
         loss = f", loss {result['loss']:.4f}" if "loss" in result else " (nothing was left to do)"
         return (
-            f"{out / 'final'}: {result['steps']} steps{loss}{', ' + metrics if metrics else ''}"
-            f"\nnow: accel export {out} -o model.onnx"
+            f"{out / 'final'}: {result['steps']} steps{loss}{'; evaluate: ' + metrics if metrics else ''}"
+            f"\nnow: accel export {out} -o model.onnx{better()}"
+        )
+
+    def better() -> str:
+        best = result.get("best")
+        if best is None:
+            return ""
+        name = best["metric"].removeprefix("-")
+        return (
+            f"\nthese are the last weights; the best (step {best['step']}, {name} {best['metrics'][name]:.4f}) are in "
+            f"{out / 'checkpoints'}: accel export {loaded.model} --weights "
+            f"{out / 'checkpoints' / 'step-'}{best['step']:08d} -o model.onnx"
         )
 
     say.result({**result, "final": str(out / "final")}, human)

@@ -44,7 +44,9 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
     if layout.pp == 1:
         return spec.params / layout.tp + more
     if not spec.layers:
-        raise BadConfig("pipeline stages are cut between layers; pass --layers with --pp")
+        raise BadConfig(
+            "pipeline stages are cut between layers; pass --layers with --pp (accel train: --shape.layers=4)"
+        )
     if layout.pp > spec.layers:
         raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller --pp")
     return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp + more

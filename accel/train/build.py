@@ -87,6 +87,8 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         for block in blocks(module):
             block.compile()
     styles = tensor_parallel.match(module, config.tensor_parallel) if ranks.tp is not None else {}
+    if p.sequence_parallel:
+        tensor_parallel.check_sequence(module, styles)
     if ranks.pp is not None:
         from accel.train import pipeline
 

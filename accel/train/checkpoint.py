@@ -12,6 +12,7 @@ damaged is named and the one before it used.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 import zlib
@@ -156,7 +157,7 @@ class Checkpoints:
             )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)
         best = self.best()
-        if best is not None and best["value"] >= value:
+        if math.isnan(value) or (best is not None and best["value"] >= value):
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
         _write(self.folder / BEST, {"step": step, "value": value, "metric": name, "metrics": dict(metrics)})
@@ -169,6 +170,12 @@ class Checkpoints:
         except (OSError, ValueError):
             return None
         return body
+
+    def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """On rank 0: note what was measured of ``step`` after it was saved, and keep what is kept now."""
+        file = self.folder / f"step-{step:08d}" / RUN
+        _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
+        self._keep()
 
     def _keep(self) -> None:
         best = self.best()
@@ -187,7 +194,8 @@ class Checkpoints:
         Returns ``run.json`` and the tensors, None where there is no checkpoint. Every rank calls it and takes the same
         one; ``damaged`` says what was passed over.
 
-        Raises ``BadCheckpoint`` where it is of another model than ``model``, or none can be read.
+        Raises ``BadCheckpoint`` where it is of another model than ``model``, a tensor has another shape there or is
+        missing, or none can be read.
         """
         found = self.complete()
         for path in reversed(found):
@@ -195,7 +203,9 @@ class Checkpoints:
                 run = self.check(path, model)
                 wrong = self._wrong(path, run)
                 if not wrong:
-                    state = wanted(run, self._names(path))
+                    saved = self._shapes(path)
+                    state = wanted(run, saved)
+                    self._same(path, saved, state)
                     self._read(path, state)
                     return run, state
             except _Unreadable as error:
@@ -206,12 +216,26 @@ class Checkpoints:
             raise BadCheckpoint(f"no checkpoint can be read: {self.damaged[0]}; restore it, or start with --fresh")
         return None
 
-    def _names(self, path: Path) -> Collection[str]:
+    def _shapes(self, path: Path) -> dict[str, list[int] | None]:
+        """Of the tensors that all ranks saved, by name; None of what isn't one."""
         try:
-            names: Collection[str] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         except _FAILED as error:
             raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
-        return names
+        return {name: list(one.size) if hasattr(one, "size") else None for name, one in found.items()}
+
+    def _same(self, path: Path, saved: Mapping[str, list[int] | None], state: Mapping[str, Any]) -> None:
+        """Raise ``BadCheckpoint``, on every rank, where a tensor of ``state`` isn't in a sound checkpoint as it is."""
+        said = ""
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or (name in saved and saved[name] in (None, list(value.shape))):
+                continue
+            kind, _, own = name.partition(".")
+            there = f"is {saved[name]} there and {list(value.shape)} now" if name in saved else "is not in it"
+            said = said or f"the {kind} has changed since {path}: {own} {there}"
+        said = next((one for one in self._together(said) if one), "")
+        if said:
+            raise BadCheckpoint(f"{said}; give another --out, or start with --fresh")
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:

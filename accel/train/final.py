@@ -174,6 +174,15 @@ def write_final(
     shutil.rmtree(old, ignore_errors=True)
 
 
+def set_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Note in a run's ``folder`` what was measured of it after it was written."""
+    from accel.artifact import beside
+
+    body = json.loads((folder / CONFIG).read_text())
+    with beside(folder / CONFIG) as temporary:
+        temporary.write_text(json.dumps({**body, "metrics": dict(metrics)}, indent=2))
+
+
 def _write(
     part: Path, state: Mapping[str, torch.Tensor], example: Mapping[str, torch.Tensor], about: Mapping[str, Any]
 ) -> None:

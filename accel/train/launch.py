@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import accel.errors
@@ -25,6 +27,9 @@ from accel.train.config import TrainConfig
 from accel.train.log import LOG
 from accel.train.rank import ERRORS, RESULT
 from accel.train.rules import problems, runnable
+
+# Who else sends it than a person.
+_SENT_BY: dict[int, str] = {signal.SIGKILL: " (as the system does where memory runs out)"}
 
 
 def train(
@@ -77,15 +82,18 @@ def train(
             env={**environment, **own_temporary(folder)},
             start_new_session=True,
         )
+        begin = log.tell()
         try:
             _follow(process, out, config.hang_seconds)
-        except BaseException:
+        except BaseException as error:
             _end(process)
             watchdog.end(out)
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"interrupted; run the same command again, {_goes_on(out)}") from error
             raise
     if process.returncode:
         ranks = range(nproc) if nnodes == "1" else watchdog.enrolled(out)
-        raise first_errors(out, ranks, process.returncode)
+        raise first_errors(out, ranks, process.returncode, killed=_killed(out, begin, process.returncode))
     body: dict[str, Any] = json.loads((out / RESULT).read_text())
     return body
 
@@ -102,15 +110,46 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
         raise BadConfig(found[-1])
 
 
-def first_errors(out: Path, ranks: Collection[int], code: int) -> AccelError:
-    """One error for the run: the kind and words of the earliest, and after it what each other of ``ranks`` (those of
-    this machine) met first."""
+def _goes_on(out: Path) -> str:
+    """Where the same command goes on."""
+    steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
+    if steps:
+        return f"it goes on after step {max(steps)}"
+    return "it starts anew: there is no checkpoint yet, checkpoint.every makes them"
+
+
+def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
+    """The signal of each rank that one ended, by what torchrun says in its log from ``begin`` on, or by the exit
+    ``code`` of a process that is alone. torchrun itself ends the others by SIGTERM."""
+    if code < 0:
+        return {0: -code}
+    with (out / "ranks.log").open("rb") as stream:
+        stream.seek(begin)
+        said = stream.read().decode(errors="replace")
+    found = re.findall(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) ", said)
+    return {int(rank): int(number) for rank, number in found if int(number) != signal.SIGTERM}
+
+
+def first_errors(
+    out: Path, ranks: Collection[int], code: int, killed: Mapping[int, int] = MappingProxyType({})
+) -> AccelError:
+    """One error for the run: which ranks were ``killed`` (the signal of each), or the kind and words of the earliest,
+    and after it what each other of ``ranks`` (those of this machine) met first."""
     found = []
     for file in (out / ERRORS).glob("rank-*.json"):
         with contextlib.suppress(ValueError):
             found.append(json.loads(file.read_text()))
     found.sort(key=lambda body: body["time"])
     silent = [str(r) for r in ranks if r not in {body["rank"] for body in found}]
+    if killed:  # what the others met is that it was gone
+        words = [
+            f"rank {rank} was killed by signal {number}{_SENT_BY.get(number, '')}" for rank, number in killed.items()
+        ]
+        words += [f"then rank {body['rank']}: {body['error'][:100]}" for body in found if body["rank"] not in killed]
+        return TrainingFailed(
+            f"{' | '.join(words)}; run the same command again, {_goes_on(out)}; --max-restarts does so by itself "
+            f"(see {out / 'ranks.log'})"
+        )
     if not found:
         lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
         return TrainingFailed(
@@ -169,6 +208,10 @@ def _follow(process: subprocess.Popen[bytes], out: Path, hang_seconds: float) ->
 def _tell(body: dict[str, Any]) -> None:
     if "note" in body:
         report(body["note"])
+        return
+    if "evaluate" in body:
+        found = ", ".join(f"{k} {'nan' if v is None else f'{v:.4f}'}" for k, v in body["evaluate"].items())
+        report(f"step {body['step']}/{body['steps']}  evaluate: {found}", body["step"] / body["steps"])
         return
     loss = "nan" if body["loss"] is None else f"{body['loss']:.4f}"
     mfu = f"  MFU {body['mfu']:.1%}" if "mfu" in body else ""

@@ -20,8 +20,9 @@ BOARD = "tensorboard"
 
 
 class StepLog:
-    """One JSON object every ``log_every`` steps and at the last, and the same as TensorBoard scalars where the config
-    asks for them. ``flops``: of a whole step at the machine's ``peak`` a second, for the MFU (0: unknown)."""
+    """One JSON object every ``log_every`` steps and at the last, one for each evaluation, and the same as TensorBoard
+    scalars where the config asks for them. ``flops``: of a whole step at the machine's ``peak`` a second, for the MFU
+    (0: unknown)."""
 
     def __init__(self, path: Path, config: TrainConfig, step: int, *, flops: float = 0.0, peak: float = 0.0) -> None:
         self.path, self.config = path, config
@@ -54,6 +55,15 @@ class StepLog:
             self.board.flush()
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
         self._write(body)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What ``evaluate`` measured after ``step``."""
+        body = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        if self.board is not None:
+            for name, value in metrics.items():
+                self.board.add_scalar(f"evaluate/{name}", value, step)
+            self.board.flush()
+        self._write({"step": step, "steps": self.config.steps, "evaluate": body})
 
     def note(self, said: str) -> None:
         """Something that whoever watches has to know."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from accel.train.build import build, make_data, make_model
 from accel.train.checkpoint import Checkpoints
 from accel.train.config import TrainConfig
 from accel.train.data import loader
-from accel.train.final import gather, sources, write_run
+from accel.train.final import gather, set_metrics, sources, write_run
 from accel.train.layout import Ranks
 from accel.train.log import LOG, StepLog
 from accel.train.passes import Batch, take
@@ -65,13 +66,15 @@ class Trainer:
         self.expected = 0.0  # targets that the last step counted
         self.checked = ranks.tp is None  # whether what tensor parallel doesn't cut was seen to stay the same
         self.metrics: dict[str, float] = {}
+        self.log: StepLog | None = None  # rank 0 alone has one, while it runs
         self.written = True  # whether no rank wrote a checkpoint in the background when this step's losses were added
 
     def run(self) -> dict[str, Any]:
-        """Train to ``config.steps``; what happened: steps, the last loss, metrics, seconds."""
+        """Train to ``config.steps``; what happened: steps, the last loss, metrics, and ``best`` where an earlier step
+        was better than the last."""
         self.resume()
         batches = self.batches()
-        log = self._log() if self.ranks.rank == 0 else None
+        log = self.log = self._log() if self.ranks.rank == 0 else None
         if log is not None:
             for said in self.checkpoints.damaged:
                 log.note(f"passed over: {said}")
@@ -92,11 +95,18 @@ class Trainer:
         self.checkpoints.wait()
         watchdog.beat(self.out)
         self.finish()
-        if self.ranks.world > 1:  # rank 0 measured them, and each machine is told
-            told: list[Any] = [self.metrics]
-            dist.broadcast_object_list(told, src=0, group=self.ranks.saving)
-            self.metrics = told[0]
-        return {"steps": self.step, **last, "metrics": self.metrics}
+        self.metrics = self._told(self.metrics)  # rank 0 measured them, and each machine is told
+        best = self.checkpoints.best() if self.config.checkpoint.best else None
+        better = {"best": best} if best is not None and best["step"] != self.step else {}
+        return {"steps": self.step, **last, "metrics": self.metrics, **better}
+
+    def _told(self, own: Any) -> Any:
+        """What rank 0 has."""
+        if self.ranks.world == 1:
+            return own
+        told: list[Any] = [own]
+        dist.broadcast_object_list(told, src=0, group=self.ranks.saving)
+        return told[0]
 
     def _log(self) -> StepLog:
         flops, peak = self.built.flops * self.config.global_batch, self.config.peak_flops * self.ranks.world
@@ -185,9 +195,14 @@ class Trainer:
 
     def _not_finite(self, loss: float) -> str:
         return (
-            f"the loss is {loss:g} at step {self.step + 1}{self._first_bad()}; the last checkpoint is kept, look at "
+            f"the loss is {loss:g} at step {self.step + 1}{self._first_bad()}; {self._kept()}, look at "
             "the data or lower the learning rate"
         )
+
+    def _kept(self) -> str:
+        if self.checkpoints.pending or self.checkpoints.complete():
+            return "the last checkpoint is kept"
+        return "there is no checkpoint to go back to yet (checkpoint.every makes them)"
 
     def _between(self) -> None:
         every, config = self.config.checkpoint.every, self.config
@@ -202,22 +217,61 @@ class Trainer:
             self.save()
 
     def measure(self) -> bool:
-        """``evaluate`` on rank 0, with the whole weights in a model of their own; whether it was the best so far."""
+        """``evaluate`` on rank 0, with the whole weights in a model of their own; whether it was the best so far.
+
+        Raises on every rank what was wrong with it on rank 0, once there is a checkpoint of this step.
+        """
         self.checkpoints.wait()  # a save in the background has the group of these collectives
-        best = torch.zeros(1)
+        best, failed = False, ""
+        kind: type[BadConfig | TrainingFailed] = TrainingFailed
         state = gather(self.module.state_dict(), self.ranks)
-        if state is not None and self.evaluate is not None:
-            found = self.evaluate(self._whole(state))
-            if not isinstance(found, Mapping):
-                raise BadConfig(
-                    f"{self.config.evaluate} returned a {type(found).__name__}; it returns metrics by name, "
-                    "{'top1': 0.97} (docs/training.md)"
-                )
-            self.metrics = {name: float(value) for name, value in found.items()}
-            best += self.checkpoints.mark_best(self.step, self.metrics)
-        if self.ranks.world > 1:
-            dist.broadcast(best, 0, group=self.ranks.saving)
+        if state is not None:
+            try:
+                self.metrics = self._evaluated(state)
+                best = self.checkpoints.mark_best(self.step, self.metrics)
+            except (BadConfig, TrainingFailed) as error:
+                failed, kind = str(error), type(error)
+            else:
+                if self.log is not None:
+                    self.log.evaluation(self.step, self.metrics)
+        best, failed, kind = self._told((best, failed, kind))
+        if failed:
+            self.save()
+            self.checkpoints.wait()
+            last = self.step == self.config.steps
+            where = f"the weights are in {self.out / 'final'}" if last else f"step {self.step} is saved"
+            raise kind(f"{failed}; {where}, mend it and run the same command again")
         return bool(best)
+
+    def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """What ``evaluate`` says of the whole weights, as plain numbers. Raises ``BadConfig`` where it gives something
+        else, ``TrainingFailed`` where it fails."""
+        assert self.evaluate is not None
+        name = self.config.evaluate
+        model = self._whole(state)
+        try:
+            found = self.evaluate(model)
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise TrainingFailed(
+                f"evaluate {name} failed at step {self.step} ({reason}; its traceback is in {self.out / 'ranks.log'})"
+            ) from error
+        if not isinstance(found, Mapping):
+            raise BadConfig(
+                f"{name} returned a {type(found).__name__}; it returns metrics by name, {{'top1': 0.97}} "
+                "(docs/training.md)"
+            )
+        metrics = {}
+        for key, value in found.items():
+            try:
+                metrics[str(key)] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise BadConfig(
+                    f"{name} returned a {type(value).__name__} for {key!r}, which is no number; it returns metrics by "
+                    "name, {'top1': 0.97} (docs/training.md)"
+                ) from error
+        return metrics
 
     def _whole(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
         model = make_model(self.config.model)
@@ -291,9 +345,7 @@ class Trainer:
         self.step = int(run["step"])
 
     def finish(self) -> None:
-        """The last checkpoint, the last evaluation, and ``final/``."""
-        if self.evaluate is not None:
-            self.measure()
+        """The last checkpoint, ``final/``, and then the last evaluation: one that fails doesn't cost the weights."""
         self.save()
         self.checkpoints.wait()
         state = gather(self.module.state_dict(), self.ranks)
@@ -304,9 +356,14 @@ class Trainer:
                 config=self.config,
                 data=self.data,
                 names=self.built.inputs,
-                metrics=self.metrics,
+                metrics={} if self.evaluate is not None else self.metrics,
                 code=self.code,
             )
+        if self.evaluate is not None:
+            self.measure()
+            if self.ranks.rank == 0:
+                set_metrics(self.out / "final", self.metrics)
+                self.checkpoints.set_metrics(self.step, self.metrics)
         if self.ranks.world > 1:
             dist.barrier(self.ranks.saving)
 

@@ -62,7 +62,8 @@ class Stage(nn.Module):
         with autocast(self._mode, inputs[0].device.type):
             for name in self._order:
                 x = call(self.get_submodule(name), x)
-        found: torch.Tensor = x
+        # What goes to the next stage is sent as it lies in memory, and gloo and NCCL refuse a transposed view.
+        found: torch.Tensor = x.contiguous() if isinstance(x, torch.Tensor) else x
         return found
 
 

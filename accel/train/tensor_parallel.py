@@ -60,6 +60,20 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
+    """Raise ``BadConfig`` where, with sequence parallel, a column gathers a sequence that nothing has split."""
+    modules = dict(module.named_modules())
+    splits = any(
+        s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()
+    )
+    column = next((name for name, style in styles.items() if style == "column"), None)
+    if column is not None and not splits:
+        raise BadConfig(
+            f"{column} would gather the parts of a sequence, and nothing in [tensor_parallel] splits it; use "
+            '--parallel.sequence_parallel=false, or give the embedding "split" or "vocabulary" and the norms "sequence"'
+        )
+
+
 def fits(name: str, pattern: str) -> bool:
     """Whether a module's ``name`` is what ``pattern`` stands for, part by part between the dots."""
     parts, wanted = name.split("."), pattern.split(".")

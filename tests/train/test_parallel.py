@@ -12,8 +12,8 @@ from torch import nn
 
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
-from accel.train.pipeline import balance, chain, costs, places
-from accel.train.tensor_parallel import match
+from accel.train.pipeline import Stage, balance, chain, costs, places
+from accel.train.tensor_parallel import check_sequence, match
 
 
 def _gpt(layers: int = 3) -> GPT:
@@ -46,6 +46,34 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
     with pytest.raises(BadConfig) as caught:
         match(_gpt(), plan)
     assert says in str(caught.value)
+
+
+def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
+    """Fails if a plan of columns and rows alone, with sequence parallel, gets as far as an error of torch's about
+    shapes, or one whose embedding splits the sequence is refused."""
+    columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
+    model = _gpt()
+    with pytest.raises(
+        BadConfig, match=r"blocks\.0\.attention\.query would gather .* --parallel.sequence_parallel=false"
+    ):
+        check_sequence(model, match(model, columns))
+    for more in ({"embed.tokens": "vocabulary"}, {"embed.positions": "split"}):
+        check_sequence(model, match(model, {**columns, **more}))
+    check_sequence(model, match(model, {"blocks.*.attention.out": "row"}))
+
+
+def test_a_stage_sends_what_lies_in_one_piece() -> None:
+    """Fails if a stage that ends in a transpose, as a ViT's patches do, gives a view that can't be sent."""
+
+    class Patches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(2).transpose(1, 2)
+
+    image = torch.randn(2, 3, 4, 4)
+    assert not Patches()(image).is_contiguous()
+    found = Stage({"embed": Patches()}, "fp32")(image)
+    assert found.is_contiguous()
+    assert torch.equal(found, Patches()(image))
 
 
 @settings(deadline=None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from runs import SMALL, config_of, trainer_of
+from runs import SMALL, config_of, rows_of, trainer_of
 
-from accel.errors import BadCheckpoint, BadConfig
+from accel.cli import group, run
+from accel.errors import BadCheckpoint, BadConfig, TrainingFailed
 from accel.train.launch import train
 from accel.train.layout import join
 from accel.train.loop import Trainer
@@ -32,6 +34,75 @@ def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
     config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
     with pytest.raises(BadConfig, match=r"best is '-los', and evaluate measures top1, loss; name one of them"):
         Trainer(config, tmp_path, join(config)).run()
+
+
+_FAILING = """
+import torch
+
+def raises(module):
+    raise KeyError("labels")
+
+def several(module):
+    return {"off": torch.zeros(2)}
+
+def scores(module):
+    return {"top1": 0.5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "says"),
+    [
+        (
+            "raises",
+            {},
+            r"evaluate .*failing.py:raises failed at step 2 \(KeyError: 'labels'; .*; the weights are in .*/",
+        ),
+        ("several", {}, r"several returned a Tensor for 'off', which is no number; .*; the weights are in .*/final"),
+        ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', and evaluate measures top1; name .*/final"),
+        ("raises", {"evaluate_every": 1}, "evaluate .* failed at step 1 .*; step 1 is saved, mend it and run"),
+    ],
+)
+def test_an_evaluation_that_fails_costs_no_step(
+    tmp_path: Path, name: str, tables: dict[str, object], says: str
+) -> None:
+    """Fails if what was trained is lost with a metric that raises, is no number or isn't there, the function isn't
+    named, or the same command doesn't go on, with it mended, at the step that was measured."""
+    source = tmp_path / "failing.py"
+    source.write_text(_FAILING)
+    (tmp_path / "run").mkdir()
+    out = tmp_path / "run"
+    with pytest.raises((BadConfig, TrainingFailed), match=says):
+        trainer_of(out, steps=2, evaluate=f"{source}:{name}", **tables).run()
+    at = 1 if "evaluate_every" in tables else 2
+    assert (out / "final" / "config.json").is_file() == (at == 2)
+    mended = trainer_of(out, steps=2, evaluate=f"{source}:scores")
+    assert mended.run()["metrics"] == {"top1": 0.5}
+    rows = rows_of(out)
+    assert {"note": f"resumed from step {at}"} in rows
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    for file in (out / "final" / "config.json", out / "checkpoints" / "step-00000002" / "run.json"):
+        assert json.loads(file.read_text())["metrics"] == {"top1": 0.5}
+
+
+def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the evaluations are no curve in the log, a loss that evaluate measures looks like the training's, or
+    whoever keeps the best checkpoint isn't told that final/ is another one, and how that one is exported."""
+    source, out, onnx = tmp_path / "scores.py", tmp_path / "run", tmp_path / "best.onnx"
+    source.write_text("score = [0.1, 0.9, 0.5]\ndef evaluate(module):\n    return {'loss': score.pop(0)}\n")
+    config = tmp_path / "run.toml"
+    tables = {"evaluate": f"{source}:evaluate", "evaluate_every": 1, "checkpoint": {"best": "loss"}, "steps": 3}
+    config.write_text(config_of(**tables).to_toml())
+    assert run(group, ["train", str(config), "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert [row["evaluate"] for row in rows_of(out) if "evaluate" in row] == [{"loss": x} for x in (0.1, 0.9, 0.5)]
+    assert "step 2/3  evaluate: loss 0.9000" in said.err
+    first, export, best = said.out.strip().splitlines()
+    assert "; evaluate: loss 0.5000" in first
+    assert export == f"now: accel export {out} -o model.onnx"
+    assert "the best (step 2, loss 0.9000)" in best
+    words = best.partition(": accel ")[2].replace("model.onnx", str(onnx)).split()
+    assert words[2:4] == ["--weights", str(out / "checkpoints" / "step-00000002")]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
@@ -98,7 +169,9 @@ def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> 
     trainer.save()
     source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
     with pytest.raises(
-        BadCheckpoint, match=r"no checkpoint can be read: .*step-00000001 can't be read \(Size mismatch .*--fresh"
+        BadCheckpoint,
+        match=r"the model has changed since .*step-00000001: embed.* is \[61, 32\] there and \[61, 64\] now; .*"
+        "give another --out, or start with --fresh",
     ):
         train(config_of(model=f"{source}:model"), tmp_path)
 
@@ -147,5 +220,7 @@ def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mo
         vars(one.module)["used"] = True
         losses.append([one.one_step(batches)["loss"] for _ in range(3)])
     assert losses[0] == losses[1]
-    with pytest.raises(BadCheckpoint, match="no checkpoint can be read"):  # moments of another kind aren't in there
+    with pytest.raises(
+        BadCheckpoint, match=r"the optimizer has changed since .* is not in it; give another"
+    ):  # moments of another kind aren't in there
         trainer_of(tmp_path, **{**tables, "optimizer": {"name": "sgd"}}).resume()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from runs import SMALL, config_of, logged, rows_of, trainer_of
 
+import accel.train.launch
 from accel.cli import group, run
 from accel.errors import BadConfig, BadData, TrainingFailed
 from accel.progress import watched_by
 from accel.train.config import TrainConfig
-from accel.train.launch import train
+from accel.train.launch import first_errors, train
 from accel.train.layout import join
 from accel.train.loop import Trainer
 
@@ -101,7 +104,9 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     text = SMALL.read_text() + "\n\ndef broken(outputs, targets):\n    total, count = overflow_once(outputs, targets)\n"
     (tmp_path / "broken.py").write_text(text + "    return total * float('nan'), count\n")
     config = TrainConfig.from_dict({**_plain(config), "loss": f"{tmp_path / 'broken.py'}:broken"})
-    with pytest.raises(TrainingFailed, match=r"the loss is nan at step 3; .* the gradient of embed.tokens.weight"):
+    with pytest.raises(
+        TrainingFailed, match=r"the loss is nan at step 3; .* the gradient of embed.tokens.weight; the last chec"
+    ):
         train(config, tmp_path)
     assert [f.name for f in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000002"]
 
@@ -111,7 +116,9 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     with torch.no_grad():
         trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
-    with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
+    with pytest.raises(
+        TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight; there is no"
+    ):
         trainer.one_step(trainer.batches())
 
 
@@ -176,7 +183,8 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
-    """Fails if one process isn't restarted, or the error of the first attempt is told for what ended the second."""
+    """Fails if one process isn't restarted, the error of the first attempt is told for what ended the second, or a
+    rank that a signal ended isn't named with the signal and where to go on."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -185,9 +193,47 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
         "    if flag.exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    flag.touch()\n    raise ValueError('only the first attempt')\n"
     )
-    with pytest.raises(TrainingFailed, match="the ranks died without a word") as caught:
+    with pytest.raises(
+        TrainingFailed, match=r"^rank 0 was killed by signal 9 .*again, it starts anew.*--max-restarts"
+    ) as caught:
         train(config_of(loss=f"{source}:fails"), tmp_path / "run", max_restarts=1)
     assert "only the first attempt" not in str(caught.value)
+
+
+def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
+    """Fails if what a rank says of the one that is gone hides which that was, or the step to go on at isn't said."""
+    (tmp_path / "errors").mkdir()
+    body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
+    (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
+    checkpoint = tmp_path / "checkpoints" / "step-00000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").touch()
+    found = first_errors(tmp_path, range(2), 1, killed={1: 9})
+    assert re.match(
+        r"rank 1 was killed by signal 9 .* \| then rank 0: RuntimeError: Connection closed by peer; run the same "
+        r"command again, it goes on after step 40; --max-restarts does so",
+        str(found),
+    )
+
+
+def test_an_interrupt_says_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if Ctrl-C promises to go on where nothing was kept, or ends in a traceback."""
+
+    def interrupted(process: subprocess.Popen[bytes], out: Path, _: float) -> None:
+        process.kill()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accel.train.launch, "_follow", interrupted)
+    config = tmp_path / "run.toml"
+    config.write_text(config_of().to_toml())
+    for says in ("it starts anew: there is no checkpoint yet", "it goes on after step 12"):
+        assert run(group, ["train", str(config), "--out", str(tmp_path / "run"), "-q"]) == 1
+        assert says in capsys.readouterr().err
+        checkpoint = tmp_path / "run" / "checkpoints" / "step-00000012"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "run.json").touch()
 
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from runs import SMALL, config_of, trainer_of
 
 from accel.cli import group, run
 from accel.errors import AccelError
+from accel.train import config
 from accel.train.build import make_data
+from accel.train.config import TrainConfig
 
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
 
@@ -43,9 +47,35 @@ def test_the_example_trains_and_exports(
 
 def test_the_page_names_what_is_refused() -> None:
     """Fails if the page's keys aren't the config's."""
-    keys = re.findall(r"^\| `(\w+)`", TEXT, flags=re.MULTILINE)
+    keys = re.findall(r"^\| `(\w+)`", TEXT.partition("\n## ")[0], flags=re.MULTILINE)
     assert keys == ["model", "data", "loss", "evaluate"]
     assert all(hasattr(config_of(), key) for key in keys)
+
+
+def test_the_page_has_every_key_and_style() -> None:
+    """Fails if a key of the config, its default, a choice of it or a style isn't on the page, or one is that isn't."""
+    flat: dict[str, object] = {}
+    for name, value in dataclasses.asdict(TrainConfig()).items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    text = TEXT.partition("## Every key of the config")[2].partition("### What a pipeline")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| `([^`]*)` \| (.*) \|$", text, flags=re.MULTILINE)
+    found = {}
+    for key, default, _ in rows:
+        (value,) = tomllib.loads(f"x = {default}").values()
+        found[key] = tuple(value) if isinstance(value, list) else value
+    assert found == flat
+    said = {key: words for key, _, words in rows}
+    for key, choices in {
+        "schedule.name": config.SCHEDULES,
+        "optimizer.name": config.OPTIMIZERS,
+        "precision.mode": config.MODES,
+        "parallel.recompute": config.RECOMPUTE,
+        "parallel.compression": config.COMPRESSION,
+        "parallel.pipeline": config.PIPELINES,
+    }.items():
+        assert set(choices) <= set(re.findall(r"`([^`]+)`", said[key])), key
+    styles = TEXT.partition("| the style |")[2].partition("```")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", styles, flags=re.MULTILINE)) == config.STYLES
 
 
 _WRONG = """
