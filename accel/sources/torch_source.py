@@ -26,8 +26,8 @@ from accel.sources.weights import load_weights
 # Modules that were opened in this process, by the source's sha256: building one twice costs seconds.
 _opened: dict[str, torch.nn.Module] = {}
 
-# A dim that an exported program lets go beyond the first was meant to take any size. What it declares below is the range
-# of the dim, up to the second or four times its example: everything is tried at its ends.
+# A dim that an exported program lets go beyond the first was meant to take any size. What it declares below that is the
+# range of the dim, up to the second or four times its example: everything is tried at its ends.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 
