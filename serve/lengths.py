@@ -115,17 +115,23 @@ class LengthBatchingRows(RowBatching):
         window = max(_WINDOW, 2 * self.limit)
         found = list(islice((entry for entry in queue if entry.key == head.key), window))
         go = hurry or sum(entry.rows for entry in found) >= self.limit_of(found)  # company enough has come
-        # No cut costs more than each request by itself: what follows needn't be computed for every request that comes.
-        soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
-        if not go and now < soonest:
-            return Choice([], soonest)
+        if not go:
+            # No cut costs more than each request by itself: what follows needn't be computed for each that comes.
+            soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
+            if now < soonest:
+                return Choice([], soonest)
         batches = sorted(self._batches(found), key=self._urgency)
+        latest = now if go else self._latest(batches)
+        return Choice(batches[0], now) if now >= latest else Choice([], latest)
+
+    def _latest(self, batches: Sequence[Sequence[Entry]]) -> float:
+        """When the first of ``batches`` has to begin so that none of them, run in this order, is late."""
         latest, end = NEVER, 0.0
         for batch in batches:
             seconds = self._seconds(batch)
             latest = min(latest, min(map(self.due, batch)) - end - min(seconds, self._delay / 2))
             end += seconds
-        return Choice(batches[0], now) if go or now >= latest else Choice([], latest)
+        return latest
 
     def _urgency(self, batch: Sequence[Entry]) -> tuple[int, float, int]:
         """What the batch of the most urgent request sorts by."""

@@ -79,9 +79,8 @@ def describe(
     spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
 ) -> dict[str, Any]:
     """``inputs`` and ``outputs`` as specs, ``dims`` with their ranges, ``properties``, and the ``sha256`` of what a
-    function made. The model is run at several
-    sizes, and at one of them again and again: what is random isn't taken. Where it can't take the usual sizes of a dim
-    that ``dims`` has no range for, larger ones are tried."""
+    function made. The model is run at several sizes, and at one of them again and again: what is random isn't taken.
+    Where it can't take the usual sizes of a dim that ``dims`` has no range for, larger ones are tried."""
     if spec.form == "python":  # it may read files, and import code, that nobody knows of
         _loaded.pop(spec, None)
     model = load(spec)

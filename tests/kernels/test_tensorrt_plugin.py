@@ -38,19 +38,27 @@ def function(product: str, bias: bool, residual: bool, dtype: int = TensorProto.
     return FusedGemm(product=product, act="gelu_erf", bias=bias, residual=residual, dtype=dtype)
 
 
+def parameters(kernel: Any) -> list[str]:
+    """What the kernel of that name takes, by its PTX."""
+    entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
+    assert entry is not None
+    assert entry[1] == kernel.name
+    return ["pointer" if ".u64" in line else "integer" for line in entry[2].split(",")]
+
+
+def assemble(kernel: Any, folder: Path) -> None:
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.ptx)
+    for arch in ("sm_80", "sm_90", "sm_120"):
+        subprocess.run([PTXAS, f"-arch={arch}", source, "-o", folder / "kernel.cubin"], check=True)
+
+
 @pytest.mark.parametrize(("bias", "residual"), list(itertools.product([False, True], repeat=2)))
 def test_the_ptx_assembles_and_takes_what_tensorrt_passes(bias: bool, residual: bool, tmp_path: Path) -> None:
     kernel = compile_kernel(function("gemm_nt", bias, residual, TensorProto.BFLOAT16 if bias else TensorProto.FLOAT16))
     assert "mma.sync" in kernel.ptx
-    entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
-    assert entry is not None
-    assert entry[1] == kernel.name
-    kinds = ["pointer" if ".u64" in line else "integer" for line in entry[2].split(",")]
-    assert kinds == ["pointer"] * (2 + bias + residual) + ["integer"] * 3 + ["pointer"]
-    source = tmp_path / "kernel.ptx"
-    source.write_text(kernel.ptx)
-    for arch in ("sm_80", "sm_90", "sm_120"):
-        subprocess.run([PTXAS, f"-arch={arch}", source, "-o", tmp_path / "kernel.cubin"], check=True)
+    assert parameters(kernel) == ["pointer"] * (2 + bias + residual) + ["integer"] * 3 + ["pointer"]
+    assemble(kernel, tmp_path)
 
 
 def convolution(bias: bool, residual: bool, dtype: int = TensorProto.FLOAT16) -> FusedConv2d:
@@ -62,14 +70,8 @@ def convolution(bias: bool, residual: bool, dtype: int = TensorProto.FLOAT16) ->
 def test_the_ptx_of_a_convolution(bias: bool, residual: bool, tmp_path: Path) -> None:
     kernel = compile_kernel(convolution(bias, residual, TensorProto.BFLOAT16 if residual else TensorProto.FLOAT16))
     assert re.search(rf"mma\.sync\.\S*\.{'bf16.bf16' if residual else 'f16.f16'}\.", kernel.ptx)
-    entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
-    assert entry is not None
-    kinds = ["pointer" if ".u64" in line else "integer" for line in entry[2].split(",")]
-    assert kinds == ["pointer"] * (2 + bias + residual) + ["integer"] * 7 + ["pointer"]
-    source = tmp_path / "kernel.ptx"
-    source.write_text(kernel.ptx)
-    for arch in ("sm_80", "sm_90", "sm_120"):
-        subprocess.run([PTXAS, f"-arch={arch}", source, "-o", tmp_path / "kernel.cubin"], check=True)
+    assert parameters(kernel) == ["pointer"] * (2 + bias + residual) + ["integer"] * 7 + ["pointer"]
+    assemble(kernel, tmp_path)
 
 
 def test_shapes_and_launch_of_a_convolution(registered: dict[str, Any]) -> None:

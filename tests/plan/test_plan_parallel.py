@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +20,7 @@ from accel.plan.traffic import data_parallel_bytes, tensor_parallel_bytes
 from accel.train.loss import cross_entropy
 from accel.train.simulate import Simulated, simulate
 
-STYLES = {
-    "embed.tokens": "vocabulary",
-    "embed.positions": "split",
-    "blocks.*.norm?": "sequence",
-    "blocks.*.attention.[qkv]*": "column",
-    "blocks.*.attention.out": "row",
-    "blocks.*.up": "column",
-    "blocks.*.down": "row",
-    "norm": "sequence",
-    "head": "vocabulary",
-}
+STYLES = tomllib.loads((Path(__file__).parents[2] / "examples" / "gpt.toml").read_text())["tensor_parallel"]
 
 
 def _shape(layers: int) -> GPTConfig:
