@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -216,7 +216,8 @@ class Artifact:
 
     @classmethod
     def open(cls, path: Path) -> Artifact:
-        """The artifact whose main file is ``path``, with the sidecar beside it. The hashes are not checked here.
+        """The artifact whose main file is ``path``, with the sidecar beside it. The hashes are not checked here. Files
+        that were copied under another name, sidecar and all, are the same artifact.
 
         Raises ``InvalidModel`` where there is no sidecar: an artifact without one is a source (``accel.sources``).
         """
@@ -224,6 +225,8 @@ class Artifact:
         if not sidecar.is_file():
             raise InvalidModel(f"{path} has no {sidecar.name} beside it; make it with accel export or accel optimize")
         manifest = Manifest.read(sidecar)
+        names = _names_beside(path, list(manifest.files), manifest.kind)
+        manifest = replace(manifest, files=dict(zip(names, manifest.files.values(), strict=True)))
         if KINDS.get(path.suffix, manifest.kind) != manifest.kind:
             raise ChainBroken(f"{sidecar} is of kind {manifest.kind}, {path.name} is not; make the artifact again")
         return cls(
@@ -244,9 +247,8 @@ class Artifact:
         if self.manifest is None:
             raise InvalidModel(f"{self.path} has no manifest yet and can't be published")
         out.parent.mkdir(parents=True, exist_ok=True)
-        names = {self.path.name: out.name} | {name: name for name in self.companions}
-        if self.kind in ("openvino", "ncnn"):  # the runtime finds the weights by the name of the main file
-            names |= {name: out.with_suffix(Path(name).suffix).name for name in self.companions}
+        old_names = [self.path.name, *self.companions]
+        names = dict(zip(old_names, _names_beside(out, old_names, self.kind), strict=True))
         for old, new in reversed(names.items()):
             target = out.parent / new
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -257,3 +259,11 @@ class Artifact:
         manifest.write(manifest_path(out))
         companions = tuple(names[name] for name in self.companions)
         return replace(self, path=out, manifest=manifest, companions=companions, properties=manifest.properties)
+
+
+def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
+    """What the files ``names`` of an artifact are called where its main file, the first of them, is ``path``."""
+    if kind in ("openvino", "ncnn") and names[:1] != [path.name]:
+        # The runtime finds the weights by the name of the main file.
+        names = [path.with_suffix(Path(name).suffix).name for name in names]
+    return [path.name, *names[1:]][: len(names)]

@@ -32,6 +32,7 @@ Each message is one sentence of what is wrong, with the fix: ``OpsetTooLow`` is 
 from __future__ import annotations
 
 import errno
+import re
 from typing import ClassVar
 
 # A full disk, a full quota, and the limit on the size of a file.
@@ -47,9 +48,25 @@ def no_space(error: BaseException | None) -> OSError | None:
     return None
 
 
-def one_line(error: object, most: int = 300) -> str:
-    """An error's text without its line breaks, ``most`` characters of it: short enough for a terminal."""
+def one_line(error: object, most: int | None = 300) -> str:
+    """An error's text without its line breaks, ``most`` characters of it (None: all): short enough for a terminal."""
     return " ".join(str(error).split())[:most]
+
+
+def shortened(error: object, most: int = 300) -> str:
+    """As ``one_line``; what is longer is cut between words, with "..." for the rest."""
+    text = one_line(error, None)
+    return text if len(text) <= most else text[: most - 3].rpartition(" ")[0].rstrip(",;:") + "..."
+
+
+def whole_sentences(error: object, most: int = 240) -> str:
+    """As ``one_line``, without a terminal's colours and cut after the last sentence that fits; where not even the first
+    one does, between words, with "..." for the rest."""
+    text = one_line(re.sub(r"\x1b\[[0-9;]*m", "", str(error)), None)
+    if len(text) <= most:
+        return text
+    ends = [found.start() for found in re.finditer(r"(?<=[.!?]) ", text[: most + 1])]
+    return text[: ends[-1]] if ends else shortened(text, most)
 
 
 class AccelError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import BadFeeds, BadInputSpec
@@ -103,28 +103,86 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class DimRange:
-    """How far a dynamic dim goes: smallest, most usual and largest size."""
+    """How far a dynamic dim goes: smallest, most usual and largest size. They and every size between them that fits
+    are multiples of ``step``: a net that halves an image twice and puts it together again takes multiples of 4."""
 
     min: int
     opt: int
     max: int
+    # Recorded where it says something only: what was made before there were steps keeps its hashes.
+    step: int = field(default=1, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.opt <= self.max:
             raise BadInputSpec(f"a dim needs 1 <= min <= opt <= max, got {self.min}:{self.opt}:{self.max}; e.g. 1:8:64")
+        if self.step < 1:
+            raise BadInputSpec(f"a dim needs a step of at least 1, got {self}; e.g. 16:32:64:4")
+        sizes = (self.min, self.opt, self.max)
+        if odd := [size for size in sizes if size % self.step]:
+            nearest = ":".join(str(self.up(size - self.step // 2)) for size in sizes)
+            raise BadInputSpec(
+                f"in the dim range {self} {odd[0]} is no multiple of the step {self.step}; write {nearest}:{self.step}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.min}:{self.opt}:{self.max}" + (f":{self.step}" if self.step != 1 else "")
 
     @classmethod
     def parse(cls, text: str) -> DimRange:
-        """``8:128:512`` (min:opt:max)."""
+        """``8:128:512`` (min:opt:max), or with the step ``16:32:64:4``."""
         try:
-            low, opt, high = (int(part) for part in text.split(":"))
+            numbers = [int(part) for part in text.split(":")]
         except ValueError:
-            raise BadInputSpec(f"can't read the dim range {text!r}; write min:opt:max, e.g. 8:128:512") from None
-        return cls(low, opt, high)
+            numbers = []
+        if len(numbers) not in (3, 4):
+            raise BadInputSpec(
+                f"can't read the dim range {text!r}; write min:opt:max, e.g. 8:128:512, or for multiples of 4 "
+                "min:opt:max:step, 16:32:64:4"
+            )
+        return cls(*numbers)
 
     @classmethod
     def default(cls, dim: str) -> DimRange:
         return cls(1, 1, 8) if dim == BATCH else cls(2, 16, 64)
+
+    @classmethod
+    def within(cls, low: int, opt: int, high: int, step: int) -> DimRange | None:
+        """The multiples of ``step`` from ``low`` to ``high``, the usual one at most ``opt`` where one is; None where
+        there is none."""
+        low, high = -(-low // step) * step, high // step * step
+        return cls(low, min(max(opt // step * step, low), high), high, step) if low <= high else None
+
+    def up(self, size: int) -> int:
+        """The smallest size that is a multiple of the step and no less than ``size``."""
+        return max(-(-size // self.step), 1) * self.step
+
+    def down(self, size: int) -> int:
+        """The largest size that is a multiple of the step and no more than ``size``; the step where there is none."""
+        return max(size // self.step, 1) * self.step
+
+    def beside(self, size: int) -> str:
+        """The multiples of the step on both sides of ``size``, for a message: ``32 or 36``."""
+        found = {self.down(size), self.up(size)}
+        return " or ".join(map(str, sorted(found)))
+
+    def to_hold(self, size: int) -> str:
+        """This range as ``--dim`` takes it, widened to hold ``size``."""
+        return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
+
+    def over(self, known: DimRange | None) -> DimRange:
+        """This range in place of ``known``, whose step it keeps where it says none and its sizes allow it."""
+        if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
+            return self
+        return replace(self, step=known.step)
+
+    def to_json(self) -> list[int]:
+        """``[min, opt, max]``, and the step where there is one; ``DimRange(*body)`` reads it."""
+        return [self.min, self.opt, self.max, *([self.step] if self.step != 1 else [])]
+
+
+def merged_ranges(known: Mapping[str, DimRange], given: Mapping[str, DimRange]) -> dict[str, DimRange]:
+    """``known`` with the ranges ``given`` in place of its own; see ``DimRange.over`` for their steps."""
+    return {**known, **{dim: found.over(known.get(dim)) for dim, found in given.items()}}
 
 
 @dataclass(frozen=True)
@@ -165,12 +223,18 @@ class Signature:
         """The number of samples that the model always takes; None where the first dim of every input is dynamic."""
         return next((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), None)
 
+    @property
+    def batch_unit(self) -> int:
+        """What samples come in multiples of: the fixed batch, the step of a dynamic one; mostly 1."""
+        batch = self.batch_dim
+        return self.fixed_batch or (self.dims[batch].step if batch else 1)
+
     def input(self, name: str) -> TensorSpec:
         return next(spec for spec in self.inputs if spec.name == name)
 
     def with_dims(self, dims: Mapping[str, DimRange]) -> Signature:
-        """The same signature with these ranges replaced."""
-        return replace(self, dims={**self.dims, **dims})
+        """The same signature with these ranges replaced (see ``DimRange.over``)."""
+        return replace(self, dims=merged_ranges(self.dims, dims))
 
     def sizes(self, **given: int) -> dict[str, int]:
         """A size for every dynamic dim: the one given, else the most usual one."""
@@ -184,6 +248,10 @@ class Signature:
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are: {', '.join(self.dims) or 'none'}")
             if size < 1:
                 raise BadInputSpec(f"the dim {dim!r} can't be {size}; sizes start at 1")
+            if size % (sizes := self.dims[dim]).step:
+                raise BadInputSpec(
+                    f"the dim {dim!r} can't be {size}: it goes in steps of {sizes.step}; take {sizes.beside(size)}"
+                )
         return given
 
     def cases(self) -> list[dict[str, int]]:
@@ -252,7 +320,18 @@ class Signature:
                     raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, the model takes {spec}")
                 if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
                     raise BadFeeds(f"the dim {dim!r} is {sizes[dim]} in one input and {size} in {spec.name!r}")
+        for dim, stepped in self._stepped.items():
+            if (size := sizes.get(dim, 0)) % stepped.step:
+                raise BadFeeds(
+                    f"the dim {dim!r} is {size}, the model takes multiples of {stepped.step}; pad or cut it to "
+                    f"{stepped.beside(size)}"
+                )
         return sizes
+
+    @cached_property
+    def _stepped(self) -> Mapping[str, DimRange]:
+        """The dims that not every size is one of: a server checks each request against them."""
+        return {dim: found for dim, found in self.dims.items() if found.step != 1}
 
     def describe_inputs(self) -> str:
         return ", ".join(map(str, self.inputs))
@@ -266,7 +345,7 @@ class Signature:
         return {
             "inputs": [spec_json(spec) for spec in self.inputs],
             "outputs": [spec_json(spec) for spec in self.outputs],
-            "dims": {name: [r.min, r.opt, r.max] for name, r in self.dims.items()},
+            "dims": {name: r.to_json() for name, r in self.dims.items()},
         }
 
     @classmethod

@@ -86,7 +86,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
         if isinstance(value, Path):
             return {"file": value.name, "sha256": path_sha256(value)}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            said = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if not _omitted(value, f)}
+            return {name: plain(of) for name, of in said.items()}
         if isinstance(value, Mapping):
             return {str(k): plain(v) for k, v in value.items()}
         if isinstance(value, frozenset | set):
@@ -96,6 +97,11 @@ def config_json(config: StageConfig) -> dict[str, Any]:
         return value
 
     return plain(config)  # type: ignore[no-any-return]
+
+
+def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
+    """Whether ``field`` came later than what was recorded without it, and says no more than that did."""
+    return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
 def path_sha256(path: Path) -> str:

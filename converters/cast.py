@@ -75,7 +75,8 @@ def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]
     from accel.verify.stream import SampleStream
 
     signature = src.signature
-    cases = [{d: min(s, 2) if d == signature.batch_dim else s for d, s in case.items()} for case in signature.cases()]
+    most = {d: r.up(2) for d, r in signature.dims.items() if d == signature.batch_dim}
+    cases = [{d: min(s, most.get(d, s)) for d, s in case.items()} for case in signature.cases()]
     for index, case in enumerate(case for i, case in enumerate(cases) if case not in cases[:i]):
         yield signature.example_inputs(seed=index, **case)
     if config.data is not None:

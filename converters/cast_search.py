@@ -11,7 +11,7 @@ import numpy as np
 from accel.converters.cast_graph import Retyped, retype
 from accel.converters.cast_rules import largest_value, masked_tensors
 from accel.converters.cast_source import FLOAT, FORMATS, Source, largest, to_low
-from accel.errors import StageFailed
+from accel.errors import StageFailed, one_line
 from accel.progress import report
 from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
 from accel.verify.compare import rel_l2
@@ -118,7 +118,7 @@ def _compare(
         try:
             found = rounded.run(given, [n for n in names if n in rounded.types])
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise StageFailed(
                 f"the cast model doesn't run ({reason}); leave the node with --cast keep-fp32=NAME"
             ) from error

@@ -15,7 +15,7 @@ from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, M
 from accel.runtimes.engine_options import HARDWARE
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, check_capability, toolkit_runtime
 from accel.signature import Dim, Signature, TensorSpec
-from accel.sources.onnx_file import describe, external_files, read_proto
+from accel.sources.onnx_file import describe_model, external_files, read_proto
 from accel.stage import StageConfig
 
 MAX_BUILDER_LEVEL = 5
@@ -89,8 +89,7 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
-    _, declared = describe(src.path)
-    external_files(read_proto(src.path))  # refuses weights outside the model's folder
+    precision = _precision(src.path)
     profiles = parse_profiles(config.profiles, src.signature)
     if not profiles and (profile := default_profile(src.signature)) is not None:
         profiles = (profile,)
@@ -103,7 +102,7 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             "toolkit": config.toolkit,
             "toolkit_version": built["toolkit_version"],
             "compute_capabilities": built["compute_capabilities"],
-            "precision": declared["precision"],
+            "precision": precision,
             # Beside the engine, because only a machine with a GPU can read them out of it.
             "profiles": [profile.to_json() for profile in profiles],
             **build_options(config),
@@ -117,6 +116,13 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             **({"plugins": built["plugins"]} if config.kernels else {}),
         },
     )
+
+
+def _precision(path: Path) -> str:
+    """What the file declares; the model is read for that and let go. Weights outside its folder are refused."""
+    model = read_proto(path)
+    external_files(model)
+    return str(describe_model(model)[1]["precision"])
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
@@ -182,6 +188,8 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
     The bytes are compared with the sidecar where there is one: only that finds a flipped bit among the weights. Then
     the toolkit (default: the one the sidecar names, else ``tensorrt-rtx``) looks at header and layout in a child
     process, which without a GPU is as far as it gets: a truncated or foreign file and a damaged header are found.
+    An engine that calls accel's plugins is loaded after them: a library of them that is here and can't be loaded is an
+    error (``BadConfig``, ``UnsupportedHere``), as where the engine would run.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"
@@ -190,7 +198,7 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
     if sidecar.is_file():
         manifest = Manifest.read(sidecar)
         toolkit = toolkit or manifest.properties.get("toolkit")
-        if manifest.files.get(path.name) != file_sha256(path):
+        if next(iter(manifest.files.values()), "") != file_sha256(path):
             return f"{path} is not the file its manifest describes (its sha256 differs); build it again"
     toolkit = toolkit or "tensorrt-rtx"
     plugins = manifest is not None and PLUGIN_LIBRARY in dict(manifest.properties.get("plugins") or {}).values()

@@ -11,9 +11,10 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.child import run_in_child, run_program
-from accel.errors import BuildFailed, ChildCrashed, MissingExtra, one_line
+from accel.errors import BuildFailed, ChildCrashed, MissingExtra, shortened
 from accel.progress import report
 from accel.signature import Signature
+from accel.sources.onnx_file import read_proto
 from accel.stage import StageConfig
 
 # ncnn counts its dims without the batch.
@@ -51,9 +52,7 @@ def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Arti
         said = _pnnx(folder, src.signature, config.timeout)
         param, weights = folder / "model.ncnn.param", folder / "model.ncnn.bin"
         if not param.is_file() or not weights.is_file():
-            raise NcnnFailed(
-                f"pnnx can't convert {src.path.name}: {_last(said)}; simplify the model or use another target"
-            )
+            raise NcnnFailed(f"pnnx can't convert {src.path.name}: {_last(said)}; {_advice(src)}")
         if left := _left_over(param):
             raise NcnnFailed(f"ncnn has no layer for {', '.join(left)} of {src.path.name}; use another target")
         companion = out.with_suffix(".bin")
@@ -116,7 +115,17 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
 
 def _last(said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
-    return one_line(lines[-1])[:160] if lines else "it said nothing"
+    return shortened(lines[-1]) if lines else "it said nothing"
+
+
+def _advice(src: Artifact) -> str:
+    """What remains of a model that pnnx failed on: what holds an operator with a graph inside (a loop of Keras'
+    masked recurrent layers) gets no simpler."""
+    kinds = {node.op_type for node in read_proto(src.path).graph.node}
+    if loops := sorted(kinds & {"Loop", "Scan", "If"}):
+        named = ", ".join(loops)
+        return f"it holds the operator {named}: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
+    return "simplify the model or use another target"
 
 
 def _left_over(param: Path) -> list[str]:

@@ -11,9 +11,9 @@ from accel.artifact import Artifact
 from accel.child import run_in_child
 from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
-from accel.signature import DimRange, Signature, TensorSpec, numpy_dtype
+from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, numpy_dtype
 from accel.sources.onnx_file import opset_of, read_proto
-from accel.sources.output_specs import output_specs
+from accel.sources.output_specs import output_specs, step_advice
 from accel.stage import StageConfig
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Arti
         raise NotBroughtOver(f"onnx can't bring {src.path} over ({error}); export it again from its source") from error
     model = read_proto(out, weights=True)
     made = onnx_artifact(src, model, out, notes)
-    ranges = {d: r for d, r in {**src.signature.dims, **config.dims}.items() if d in made.signature.dims}
+    known = merged_ranges(src.signature.dims, config.dims)
+    ranges = {d: r for d, r in known.items() if d in made.signature.dims}
     return replace(made, signature=made.signature.with_dims(ranges))
 
 
@@ -93,7 +94,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         repaired.append(f"it said IR {model.ir_version}, which is not needed and not read everywhere")
         model.ir_version = config.max_ir
     del model.graph.value_info[:]
-    ranges = {**signature.dims, **config.dims}
+    ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
     _observe_outputs(model, Signature(inputs, (), dims), signature.outputs, path, repaired)
     write_onnx(model, out)
@@ -267,9 +268,9 @@ def _observe_outputs(
             runs.append(dict(zip(names, session.run(names, feeds), strict=True)))
         except Exception as error:
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            raise NotBroughtOver(
-                f"{path} doesn't run on {shapes} ({one_line(error)}); correct --input or --dim"
-            ) from error
+            fix = step_advice(signature, lambda case: _can_run(session, signature, case))
+            fix = fix or "; correct --input or --dim"
+            raise NotBroughtOver(f"{path} doesn't run on {shapes} ({one_line(error)}){fix}") from error
     was = {spec.name: spec for spec in declared}
     for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):
         kind = value.type.tensor_type.elem_type
@@ -278,3 +279,11 @@ def _observe_outputs(
         fixed = [(a, b) for a, b in zip(old, spec.shape, strict=False) if isinstance(a, int) and a != b]
         if len(old) != len(spec.shape) or fixed:
             repaired.append(f"the output {spec.name} was declared [{','.join(map(str, old))}], it gives {spec}")
+
+
+def _can_run(session: Any, signature: Signature, sizes: Mapping[str, int]) -> bool:
+    try:
+        session.run(None, signature.example_inputs(**sizes))
+    except Exception:  # why it fails is known already
+        return False
+    return True

@@ -8,15 +8,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
 from accel.converters.onnx_names import rename_values
-from accel.errors import AccelError, ExportFailed, no_space, one_line
+from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
+from accel.signature import DimRange
 from accel.sources.onnx_file import describe
 from accel.stage import StageConfig, check_contract
 from accel.stage_table import Stage, get_stage
@@ -46,7 +47,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
 
     Each rung's file has to pass the checker, keep the contract and agree with eager PyTorch at every case of the
     signature; the notes say which rung was taken and why the others before it were not. ``ExportFailed`` names the
-    reason of every rung.
+    reason of every rung, ``BadInputSpec`` the dim that was declared farther than the model goes.
     """
     refused: dict[str, str] = {}
     by_values, branches = False, ""  # torch.export found that the model does something else for other values; where
@@ -86,6 +87,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
             f"{spec} takes one branch or another by the values that come in, at {branches}, and a traced file would "
             "hold the one that the example took; write torch.where or torch.cond there"
         )
+    if beyond := _too_far(src):
+        raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
     raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){_advice(src)}")
 
@@ -97,6 +100,45 @@ def _advice(src: Artifact) -> str:
     sizes = src.signature.sizes()
     fixed = " ".join(f"--input '{replace(spec, shape=spec.resolve(sizes))}'" for spec in src.signature.inputs)
     return f"; try one size instead of a dynamic one: {fixed}"
+
+
+def _too_far(src: Artifact) -> str:
+    """Which dim was declared farther than the model itself goes (to the end of a table of positions, say), and how far
+    that is; empty where PyTorch runs it at both ends of each dim."""
+    usual = src.signature.sizes()
+    if _fails(src, usual):
+        return ""
+    for dim, bounds in src.signature.dims.items():
+        for end in (bounds.max, bounds.min):
+            if reason := _fails(src, {**usual, dim: end}):
+                good, bad = bounds.opt // bounds.step, end // bounds.step
+                while abs(bad - good) > 1:
+                    middle = (good + bad) // 2
+                    fails = _fails(src, {**usual, dim: middle * bounds.step})
+                    good, bad = (good, middle) if fails else (middle, bad)
+                last = good * bounds.step
+                runs, most = (
+                    (replace(bounds, max=last), "at most")
+                    if end == bounds.max
+                    else (replace(bounds, min=last), "at least")
+                )
+                return (
+                    f"PyTorch itself can't run it at {dim} {end} ({reason}), its {dim} is {most} {last}: "
+                    f"give --dim {dim}={runs}"
+                )
+    return ""
+
+
+def _fails(src: Artifact, sizes: Mapping[str, int]) -> str:
+    """Why eager PyTorch can't run ``src`` at these sizes; empty where it can."""
+    from accel.sources.torch_call import run_named
+
+    try:
+        with _quiet():
+            run_named(_named(src), src.signature, src.signature.example_inputs(**sizes))
+    except Exception as error:  # a model raises what it likes
+        return one_line(error, 160) or type(error).__name__
+    return ""
 
 
 def _packs(src: Artifact) -> bool:
@@ -211,9 +253,10 @@ def _example(src: Artifact) -> tuple[Any, ...]:
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        size = max(bounds.opt, 2)
+        # Of a dim that goes in steps the exporter sees how many there are.
+        size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
-            size += 1
+            size += bounds.step
         sizes[dim] = size if size <= bounds.max else bounds.opt
     feeds = src.signature.example_inputs(**sizes)
     return tuple(to_tensor(feeds[spec.name]) for spec in src.signature.inputs)
@@ -222,7 +265,7 @@ def _example(src: Artifact) -> tuple[Any, ...]:
 def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
     import torch
 
-    dims = {name: torch.export.Dim(name, min=bounds.min, max=bounds.max) for name, bounds in src.signature.dims.items()}
+    dims = {name: _dim(name, bounds) for name, bounds in src.signature.dims.items()}
     shapes = tuple(
         {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
     )
@@ -245,6 +288,16 @@ def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         raise ExportFailed("it gave no program")
     program.save(str(out), external_data=False)
     _finish_graph(src, out, outputs)
+
+
+def _dim(name: str, bounds: DimRange) -> Any:
+    """The dim as torch.export has it: of one that goes in steps, a multiple of their number."""
+    import torch
+
+    if bounds.step == 1:
+        return torch.export.Dim(name, min=bounds.min, max=bounds.max)
+    steps = torch.export.Dim(f"_{name}", min=bounds.min // bounds.step, max=bounds.max // bounds.step)
+    return bounds.step * steps
 
 
 def _own_operators() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from accel.artifact import Artifact
 from accel.child import run_in_child
 from accel.converters.openvino_softmax_guard import remove_softmax_guards
-from accel.errors import BuildFailed, CannotWrite, ChildCrashed, InvalidModel, MissingExtra, one_line
+from accel.errors import BuildFailed, CannotWrite, ChildCrashed, InvalidModel, MissingExtra, one_line, shortened
 from accel.progress import report
 from accel.runtimes.openvino import reason
 from accel.signature import Dim, Signature, TensorSpec
@@ -32,6 +33,7 @@ _DTYPES = {
 }  # fmt: skip
 _PRECISIONS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _QUANTIZED = ("i8", "u8", "i4", "u4")
+_WITH_GRAPH = re.compile(r"-- (Loop|Scan|If)-\d+ with a message: *(.*?)(?= -- | Summary: |$)")
 _WEIGHTS = 16  # a constant with fewer 8-bit numbers than this is an axis or a flag, no weight
 
 
@@ -95,9 +97,7 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
     try:
         model = ov.Core().read_model(str(path))
     except RuntimeError as error:
-        raise IrNotBuilt(
-            f"OpenVINO can't convert {path.name}: {reason(error)}; export it with another opset"
-        ) from error
+        raise IrNotBuilt(_refusal(path.name, reason(error, 4000))) from error
     guards = remove_softmax_guards(model)
     model.set_rt_info(json.dumps(names), list(RT_INFO))
     try:
@@ -105,6 +105,18 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
     except RuntimeError as error:
         raise CannotWrite(f"OpenVINO can't write {out.name} ({reason(error)}); free some space") from error
     return {"openvino": str(ov.__version__), "operations": len(model.get_ops()), "softmax_guards_removed": guards}
+
+
+def _refusal(name: str, said: str) -> str:
+    """What to say of a model that OpenVINO reads no further than ``said``. Of an operator with a graph inside, a loop
+    of Keras' masked recurrent layers, it takes less than ONNX allows, whatever the opset."""
+    found = _WITH_GRAPH.search(said)
+    if found is None:
+        return f"OpenVINO can't convert {name}: {shortened(said)}; export it with another opset"
+    return (
+        f"OpenVINO can't convert the operator {found[1]} of {name} ({shortened(found[2])}); another opset doesn't "
+        "help: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
+    )
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:

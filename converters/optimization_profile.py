@@ -4,11 +4,12 @@ without a word."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from accel.errors import BadInputSpec
-from accel.signature import DimRange, Signature, TensorSpec
+from accel.signature import DimRange, Signature
 
 _SHAPE = re.compile(r"^\d+(x\d+)*$")
 _FORM = "write NAME=MIN,OPT,MAX, e.g. input_ids=1x8,8x128,64x512"
@@ -35,8 +36,12 @@ class InputShapes:
     def __str__(self) -> str:
         return f"{self.name}={','.join('x'.join(map(str, shape)) for shape in (self.min, self.opt, self.max))}"
 
-    def range(self, axis: int) -> DimRange:
-        return DimRange(self.min[axis], self.opt[axis], self.max[axis])
+    def range(self, axis: int, step: int = 1) -> DimRange:
+        """The sizes of one axis; ``BadInputSpec`` where one of them is no multiple of ``step``."""
+        try:
+            return DimRange(self.min[axis], self.opt[axis], self.max[axis], step)
+        except BadInputSpec as error:
+            raise BadInputSpec(f"profile {self}, dim {axis}: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> InputShapes:
@@ -81,13 +86,7 @@ def default_profile(signature: Signature) -> OptimizationProfile | None:
     """The profile that the signature's own ranges make; None for a model without dynamic dims."""
     if not signature.dims:
         return None
-    sizes = [{dim: getattr(r, end) for dim, r in signature.dims.items()} for end in ("min", "opt", "max")]
-    inputs = []
-    for spec in signature.inputs:
-        if any(isinstance(dim, str) for dim in spec.shape):
-            low, opt, high = (spec.resolve(at) for at in sizes)
-            inputs.append(InputShapes(name=spec.name, min=low, opt=opt, max=high))
-    return checked_profile(tuple(inputs), signature)
+    return checked_profile(_shapes_at(signature, signature.dims), signature)
 
 
 def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> OptimizationProfile:
@@ -104,7 +103,7 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
                 f"profile {shapes} has rank {len(shapes.min)}, the model takes {spec}; give {len(spec.shape)} sizes"
             )
         for axis, dim in enumerate(spec.shape):
-            found = shapes.range(axis)
+            found = shapes.range(axis, signature.dims[dim].step if isinstance(dim, str) else 1)
             if isinstance(dim, int):
                 if not found.min == found.max == dim:
                     raise BadInputSpec(
@@ -118,7 +117,7 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
                 )
             else:
                 given_by.setdefault(dim, shapes.name)
-    _all_covered(signature, {shapes.name for shapes in inputs})
+    _all_covered(signature, given={shapes.name for shapes in inputs}, dims=dims)
     return OptimizationProfile(inputs=tuple(inputs), dims=dims)
 
 
@@ -128,21 +127,31 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
     for profile in profiles:
         for dim, found in profile.dims.items():
             known = merged.get(dim, found)
-            merged[dim] = DimRange(min(known.min, found.min), known.opt, max(known.max, found.max))
+            merged[dim] = DimRange(min(known.min, found.min), known.opt, max(known.max, found.max), known.step)
     return merged
 
 
-def _all_covered(signature: Signature, given: set[str]) -> None:
-    def dynamic(spec: TensorSpec) -> bool:
-        return any(isinstance(dim, str) for dim in spec.shape)
+def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
+    """``BadInputSpec`` with what to add for each dynamic input that isn't ``given``: the ranges in ``dims``, which the
+    others have, and for dims of its own those of the signature."""
+    ranges = {**signature.dims, **dims}
+    missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]
+    if missing:
+        names = ", ".join(repr(shapes.name) for shapes in missing)
+        lines = " ".join(f"--profile {shlex.quote(str(shapes))}" for shapes in missing)
+        several = "s" if len(missing) > 1 else ""
+        raise BadInputSpec(f"the profile has no shapes for the dynamic input{several} {names}; add {lines}")
 
+
+def _shapes_at(signature: Signature, ranges: Mapping[str, DimRange]) -> list[InputShapes]:
+    """The shapes of each dynamic input at the ends of these ranges."""
+    sizes = [{dim: getattr(ranges[dim], end) for dim in signature.dims} for end in ("min", "opt", "max")]
+    inputs = []
     for spec in signature.inputs:
-        if dynamic(spec) and spec.name not in given:
-            example = "x".join("1" if isinstance(dim, str) else str(dim) for dim in spec.shape)
-            raise BadInputSpec(
-                f"the profile has no shapes for the dynamic input {spec.name!r}; "
-                f"add --profile {spec.name}={example},{example},{example} with its own min, opt and max"
-            )
+        if any(isinstance(dim, str) for dim in spec.shape):
+            low, opt, high = (spec.resolve(at) for at in sizes)
+            inputs.append(InputShapes(name=spec.name, min=low, opt=opt, max=high))
+    return inputs
 
 
 def _text(found: DimRange) -> str:

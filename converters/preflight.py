@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import one_line
-from accel.sources.onnx_file import read_proto
+from accel.sources.onnx_file import all_nodes, read_proto
 
 if TYPE_CHECKING:
     import onnx
@@ -41,16 +41,20 @@ class Refusal:
 
 
 def preflight(
-    path: Path, capabilities: Sequence[str] = (), supported: Mapping[str, bool] | None = None
+    path: Path,
+    capabilities: Sequence[str] = (),
+    supported: Mapping[str, bool] | None = None,
+    read: onnx.ModelProto | None = None,
 ) -> list[Refusal]:
     """Every node of ``path`` that TensorRT refuses or silently reads as something else. ``capabilities``: the GPUs to
-    build for. ``supported``: what the toolkit's parser says about each operator, where it could be asked.
+    build for. ``supported``: what the toolkit's parser says about each operator, where it could be asked. ``read``: the
+    model in the file, where it was read before.
 
     Raises ``InvalidModel`` for what is no ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 
-    model = inlined(read_proto(path))
+    model = inlined(read_proto(path) if read is None else read)
     graph = model.graph
     try:
         types = elem_types(tensor_types(model).graph)
@@ -76,37 +80,37 @@ def refused(found: Sequence[Refusal], model: str) -> str:
     return f"TensorRT refuses of {model} " + "; ".join(parts)
 
 
-def ask_parser(path: Path, toolkit: str) -> dict[str, bool]:
-    """Which operators of the model the toolkit's parser knows. Native code: for a child process."""
-    from accel.runtimes.tensorrt_toolkit import Log, load_toolkit, make_logger
+def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
+    """Which operators of the model the toolkit's parser knows. Native code: for a child process. ``UnsupportedHere``
+    where the toolkit says which GPUs it builds for, and one of ``capabilities`` isn't among them."""
+    from accel.runtimes.tensorrt_toolkit import (
+        Log,
+        choose_capabilities,
+        load_toolkit,
+        make_logger,
+        offered_capabilities,
+    )
 
     trt = load_toolkit(toolkit)
+    if offered := offered_capabilities(trt):  # else it builds for the GPU that it finds, wherever that will be
+        choose_capabilities(toolkit, offered, tuple(capabilities))
     logger = make_logger(trt, Log())
-    return known_operators(trt, trt.Builder(logger), logger, path)
+    return known_operators(trt, trt.Builder(logger), logger, read_proto(path))
 
 
-def known_operators(trt: Any, builder: Any, logger: Any, path: Path) -> dict[str, bool]:
+def known_operators(trt: Any, builder: Any, logger: Any, model: onnx.ModelProto) -> dict[str, bool]:
     """As ``ask_parser``, with the toolkit's builder at hand. True doesn't promise that a node of it is taken."""
     from accel.runtimes.onnx_rounded import inlined
 
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     parser = trt.OnnxParser(builder.create_network(0 if flag is None else 1 << int(flag)), logger)
-    names = {node.op_type for node in all_nodes(inlined(read_proto(path)).graph)}
+    names = {node.op_type for node in all_nodes(inlined(model).graph)}
     return {name: bool(parser.supports_operator(name)) for name in sorted(names)}
 
 
 def _refusal(node: onnx.NodeProto, cause: str, fix: str, *, safe: bool = False) -> Refusal:
     name = node.name or next(iter(node.output), "")
     return Refusal(node=name, operator=node.op_type, cause=cause, fix=fix, safe=safe)
-
-
-def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Those of ``graph`` and of the graphs in their attributes."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from all_nodes(inner)
 
 
 def _quantization(graph: onnx.GraphProto, types: Mapping[str, int]) -> Iterator[Refusal]:
@@ -200,17 +204,21 @@ def _depth(graph: onnx.GraphProto) -> int:
     return max(depth.values(), default=0)
 
 
-def parser_says(path: Path, toolkit: str) -> dict[str, bool]:
+def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
     """``ask_parser`` in a child process; empty where the toolkit isn't here or can't be asked."""
     from accel.child import run_in_child
-    from accel.errors import AccelError
+    from accel.errors import AccelError, UnsupportedHere
     from accel.progress import report
     from accel.runtimes.tensorrt_toolkit import toolkit_runtime
 
     if not toolkit_runtime(toolkit).installed:
         return {}
     try:
-        found: dict[str, bool] = run_in_child("accel.converters.preflight:ask_parser", path=path, toolkit=toolkit)
+        found: dict[str, bool] = run_in_child(
+            "accel.converters.preflight:ask_parser", path=path, toolkit=toolkit, capabilities=tuple(capabilities)
+        )
+    except UnsupportedHere:  # of the GPU that was asked for
+        raise
     except (AccelError, TypeError, RuntimeError) as error:
         report(f"{toolkit} can't be asked about operators: {one_line(error)}")
         return {}

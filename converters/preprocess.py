@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from accel.artifact import Artifact
 from accel.converters.onnx_names import rename_in_nodes
 from accel.converters.onnx_write import onnx_artifact
 from accel.errors import BadInputSpec, StageFailed
-from accel.signature import DimRange, Signature, TensorSpec
+from accel.signature import DimRange, Signature, TensorSpec, merged_ranges
 from accel.sources.onnx_file import opset_of, read_proto
 from accel.stage import StageConfig
 
@@ -63,7 +63,8 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
     known = made.signature.dynamic_dims
     if unknown := set(config.dims) - set(known):
         raise BadInputSpec(f"no input has a dim called {min(unknown)!r}; the dims are {', '.join(known) or 'none'}")
-    ranges = {d: r for d, r in {**src.signature.dims, **config.dims}.items() if d in known}
+    ranges = merged_ranges(_incoming(src.signature.dims, config), config.dims)
+    ranges = {d: r for d, r in ranges.items() if d in known}
     values = {"uint8": (0, 255)}
     inputs = tuple(TensorSpec(s.name, s.dtype, s.shape, values.get(s.dtype)) for s in made.signature.inputs)
     signature = Signature(inputs, made.signature.outputs, ranges)
@@ -75,6 +76,13 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
         notes=made.notes,
         companions=made.companions,
     )
+
+
+def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
+    """``dims`` of the model as they are before it: images that are resized come in any size."""
+    if config.resize is None:
+        return dict(dims)
+    return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
 
 
 def image_input(signature: Signature) -> tuple[TensorSpec, int]:
@@ -112,6 +120,8 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
                 raise BadInputSpec(
                     f"the model takes {height}x{width} pixels, not {config.resize[0]}x{config.resize[1]}"
                 )
+            if isinstance(has, str):
+                signature.known({has: wanted})
         height, width = "height", "width"
     inner = f"{spec.name}_prepared"
     graph = model.graph

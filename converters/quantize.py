@@ -331,7 +331,8 @@ def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str
     if config.data is not None:
         batches = SampleStream(config.data, signature).batches(size, config.samples, skip)
     else:
-        cases = [{d: min(s, size) if d == signature.batch_dim else s for d, s in c.items()} for c in signature.cases()]
+        most = {d: r.up(size) for d, r in signature.dims.items() if d == signature.batch_dim}
+        cases = [{d: min(s, most.get(d, s)) for d, s in case.items()} for case in signature.cases()]
         batches = (
             signature.example_inputs(seed=number, **cases[number // _RANDOM_FEEDS]) for number in range(skip, total)
         )

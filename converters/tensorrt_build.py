@@ -31,7 +31,6 @@ from accel.runtimes.tensorrt_toolkit import (
     choose_capabilities,
     engine_problem,
     field_dtype,
-    find_plugin_library,
     load_plugin_library,
     load_toolkit,
     make_logger,
@@ -78,9 +77,9 @@ def build(
         log = Log()
         logger = make_logger(trt, log)
         builder = _builder(trt, toolkit, logger)
-        check_onnx(model, capabilities, known_operators(trt, builder, logger, model))
-        plugins: list[PluginChoice] = []
         proto = read_proto(model)
+        check_onnx(model, proto, capabilities, known_operators(trt, builder, logger, proto))
+        plugins: list[PluginChoice] = []
         content = proto.SerializeToString() if take_fp8_bodies(proto) else None
         if kernels:
             plugins = choose_plugins(trt, proto, device_capability())
@@ -125,7 +124,7 @@ def build(
 
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     """What the toolkit finds wrong with an engine file, without the name of the file; None where nothing. ``plugins``:
-    it calls accel's plugin library."""
+    it calls accel's plugin library, which then has to load: raises what ``load_plugin_library`` does."""
     trt = load_toolkit(toolkit)
     log = Log()
     runtime = trt.Runtime(make_logger(trt, log))
@@ -134,7 +133,9 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
         return "it is empty"
     if problem := engine_problem(trt, log, runtime, data):
         return problem
-    if plugins and not _load_plugins(trt):
+    capability = _capability() if plugins else None
+    # Without a GPU nothing says which library it is; that there is none is for the one who runs it.
+    if plugins and (capability is None or load_plugin_library(trt, capability) is None):
         return None
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
@@ -145,15 +146,12 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     return f"it is corrupt or truncated ({_first_reason(log.errors)})"
 
 
-def _load_plugins(trt: Any) -> bool:
-    """Load accel's plugin library; whether there is one for the GPU that is here."""
+def _capability() -> str | None:
+    """The compute capability of the GPU that is here; None without one, or without what asks it."""
     try:
-        library = find_plugin_library(device_capability())
-        if library is not None:
-            load_plugin_library(trt, library)
+        return device_capability()
     except (UnsupportedHere, MissingExtra):
-        return False
-    return library is not None
+        return None
 
 
 def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:

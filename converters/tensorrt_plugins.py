@@ -1,7 +1,8 @@
 """accel's operators in an engine of TensorRT: which plugin takes each, and the model as TensorRT's parser then gets it.
 
-Of a plugin library (``accel kernels build --tensorrt-include``) come those with tensor-core kernels of this GPU, from
-Triton (quick plugins, whose kernels the engine itself holds) the others; what neither has keeps its function body.
+Of a plugin library (``accel kernels build --tensorrt-include``) come the products with tensor-core kernels of this GPU,
+from Triton (quick plugins, whose kernels the engine itself holds) the others. Convolutions come from Triton, which
+takes them whole, and where that can't from the library, which multiplies their patches. What neither has runs its body.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from accel.converters.preflight import all_nodes
 from accel.errors import AccelError, one_line
-from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, find_plugin_library, load_plugin_library
+from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, load_plugin_library
+from accel.sources.onnx_file import all_nodes
 
 DOMAIN = "accel"  # that of accel.kernels.onnx_function, which loads torch
+CONVOLUTION = "FusedConv2d"  # the library's plugin for all of them
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
 _VERSION = "1"  # of every plugin of ours, and what TensorRT's quick plugins have
@@ -42,33 +44,34 @@ class PluginChoice:
 
 def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[PluginChoice]:
     """What takes each of accel's operators in ``model`` on a GPU of this compute capability; the plugins are registered
-    with TensorRT then. Empty where the model has none of them."""
+    with TensorRT then. Empty where the model has none of them; raises what ``load_plugin_library`` does."""
     counts = Counter(node.op_type for node in all_nodes(model.graph) if node.domain == DOMAIN)
     inside = {node.op_type for function in model.functions for node in function.node if node.domain == DOMAIN}
-    found, library, refused = [], None, ""
-    try:
-        library = find_plugin_library(capability) if counts else None
-        if library is not None:
-            load_plugin_library(trt, library)
-    except AccelError as error:
-        library, refused = None, f"{one_line(error)}; "
+    library = load_plugin_library(trt, capability) if counts else None
+    found = []
     for operator, nodes in sorted(counts.items()):
         by, reason = FUNCTION_BODY, "it is called by another function"
-        if library is not None and operator not in inside and _in_library(model, operator):
-            by, reason = PLUGIN_LIBRARY, ""
-        elif operator not in inside:
-            by, reason = _quick(operator, capability)
-        reason = f"{refused}{reason}" if reason else ""
+        if operator not in inside:
+            in_library = library is not None and _in_library(trt, model, operator)
+            if not in_library or _geometry(operator):
+                by, reason = _quick(operator, capability)
+            if in_library and by == FUNCTION_BODY:
+                by, reason = PLUGIN_LIBRARY, ""
         found.append(PluginChoice(operator=operator, nodes=nodes, by=by, reason=reason))
     return found
 
 
-def _in_library(model: onnx.ModelProto, operator: str) -> bool:
+def _in_library(trt: Any, model: onnx.ModelProto, operator: str) -> bool:
     """Whether the plugins in C++ take every node of this operator whatever its number of rows."""
-    from accel.kernels.onnx_function import FusedGemm
+    from accel.kernels.onnx_function import FusedConv2d, FusedGemm
 
     function = _parsed(operator)
-    if not isinstance(function, FusedGemm) or function.product != "gemm_nt":
+    if not isinstance(function, FusedConv2d) and not (
+        isinstance(function, FusedGemm) and function.product == "gemm_nt"
+    ):
+        return False
+    name = CONVOLUTION if isinstance(function, FusedConv2d) else operator
+    if trt.get_plugin_registry().get_creator(name, _VERSION, "") is None:
         return False
     if function.dtype not in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
         return False
@@ -78,7 +81,23 @@ def _in_library(model: onnx.ModelProto, operator: str) -> bool:
     step = _ALIGNED // (1 if narrow else 2)
     shapes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     weights = [n.input[1] for n in all_nodes(model.graph) if n.domain == DOMAIN and n.op_type == operator]
-    return all(name in shapes and not any(size % step for size in shapes[name]) for name in weights)
+    # N and K of a product; what comes out of a convolution and what goes in.
+    return all(name in shapes and not any(size % step for size in shapes[name][:2]) for name in weights)
+
+
+def _geometry(operator: str) -> dict[str, int]:
+    """The fields of the plugin ``FusedConv2d`` for this convolution; empty for another operator."""
+    from accel.kernels.native import ACTS, DTYPES
+    from accel.kernels.onnx_function import OPERANDS, FusedConv2d
+
+    function = _parsed(operator)
+    if not isinstance(function, FusedConv2d):
+        return {}
+    fields = {"act": ACTS[function.act], "bias": int(function.bias), "residual": int(function.residual)}
+    fields["dtype"] = DTYPES[OPERANDS[function.dtype]]
+    for name in ("kernel", "stride", "padding", "dilation"):
+        fields[f"{name}_h"], fields[f"{name}_w"] = getattr(function, name)
+    return fields
 
 
 def _quick(operator: str, capability: str) -> tuple[str, str]:
@@ -112,12 +131,15 @@ def _parsed(operator: str) -> Any:
 
 def with_plugins(model: onnx.ModelProto, choices: Sequence[PluginChoice]) -> bytes:
     """``model`` for TensorRT's parser, whose versions differ in what they prefer: what a plugin takes names its plugin
-    and has no body any more."""
+    and has no body any more. Of convolutions the library has one plugin: their sizes go from the name to attributes."""
     taken = {choice.operator: choice.by for choice in choices if choice.by != FUNCTION_BODY}
     for node in all_nodes(model.graph):
         if node.domain == DOMAIN and node.op_type in taken:
             space = DOMAIN if taken[node.op_type] == QUICK_PLUGIN else ""
-            words = {"plugin_version": _VERSION, "plugin_namespace": space}
+            words: dict[str, Any] = {"plugin_version": _VERSION, "plugin_namespace": space}
+            if not space and (fields := _geometry(node.op_type)):
+                node.op_type = CONVOLUTION
+                words |= fields
             node.attribute.extend(helper.make_attribute(key, value) for key, value in words.items())
     kept = [f for f in model.functions if f.domain != DOMAIN or f.name not in taken]
     del model.functions[:]

@@ -14,6 +14,7 @@ from accel.artifact import Artifact
 from accel.converters.torch_operators import OPERATORS, OperatorNotThere, tensor
 from accel.errors import BuildFailed, StageFailed, one_line
 from accel.progress import report
+from accel.signature import DimRange
 from accel.sources.onnx_file import opset_of, read_proto
 from accel.stage import StageConfig
 
@@ -46,7 +47,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
         )
     report("torch_from_onnx")
     module = OnnxModule(model).eval()
-    sizes = {d: min(max(r.opt, 2 + i), r.max) for i, (d, r) in enumerate(src.signature.dims.items())}
+    sizes = {d: min(max(r.opt, (2 + i) * r.step), r.max) for i, (d, r) in enumerate(src.signature.dims.items())}
     feeds = src.signature.example_inputs(**sizes)
     args = tuple(torch.from_numpy(feeds[spec.name]) for spec in src.signature.inputs)
     program: torch.export.ExportedProgram | None = None
@@ -75,7 +76,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
 def _dynamic(src: Artifact, bounded: bool) -> tuple[dict[int, torch.export.Dim], ...]:
     """The open axes of each input."""
     dims = {
-        name: torch.export.Dim(_symbol(name, i), min=r.min, max=r.max if bounded else None)
+        name: _dim(_symbol(name, i), r, bounded)
         for i, (name, r) in enumerate(src.signature.dims.items())
         if r.min != r.max
     }
@@ -83,6 +84,14 @@ def _dynamic(src: Artifact, bounded: bool) -> tuple[dict[int, torch.export.Dim],
         {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str) and d in dims}
         for spec in src.signature.inputs
     )
+
+
+def _dim(symbol: str, bounds: DimRange, bounded: bool) -> torch.export.Dim:
+    """One that goes in steps is a multiple of their number: whoever reads the program finds the step in its shapes."""
+    step = bounds.step
+    name = symbol if step == 1 else f"_{symbol}"
+    steps = torch.export.Dim(name, min=bounds.min // step, max=bounds.max // step if bounded else None)
+    return steps if step == 1 else step * steps
 
 
 def _symbol(name: str, index: int) -> str:

@@ -37,7 +37,8 @@ CUDA_HEADER = "cuda_runtime_api.h"
 def build_for_onnxruntime(
     include: Path, *, cache: Path | None = None, progress: Progress = lambda _message, _fraction: None
 ) -> Built:
-    """The operators ``accel::FusedGemm_*`` as a library for ``SessionOptions.register_custom_ops_library``, on the CPU.
+    """accel's operators as a library for ``SessionOptions.register_custom_ops_library``, on the CPU. The convolutions
+    of a model, whose names hold their sizes, are told to it as entries of the options: ``custom_op.FusedConv2d.0``.
 
     ``include``: the folder of ``onnxruntime_cxx_api.h``, of the runtime's version or an older one (the archives of ONNX
     Runtime's releases have it, its wheels don't). Raises ``UnsupportedHere`` without it or without g++, ``BuildFailed``
@@ -78,7 +79,8 @@ def build_for_tensorrt(
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """``accel::FusedGemm_gemm_nt_*`` as plugins for ``IPluginRegistry.load_library`` of TensorRT 10 and later.
+    """``accel::FusedGemm_gemm_nt_*`` and ``FusedConv2d`` as plugins for ``IPluginRegistry.load_library`` of TensorRT 10
+    and later.
 
     ``include``: the folder of ``NvInferRuntime.h`` (TensorRT's archives and -dev packages have it, its wheels don't).
     ``kernels``: the compiled library that they call (default: the one of ``accel kernels build``); they look for it

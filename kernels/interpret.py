@@ -103,6 +103,15 @@ def gemm(
     )
 
 
+def nans(kernels: Any, act: str) -> float:
+    """A NaN in a row of ``a`` is one in that row of the output and in no other: an activation must not hide it."""
+    a = torch.ones(4, 5)
+    a[1, 2] = float("nan")
+    spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))
+    got = run_gemm(spec, a, torch.ones(5, 3), {}, get("gemm_64x64"), kernels, interpreted=True)
+    return 0.0 if got.isnan().equal(a.isnan().any(1)[:, None].expand(4, 3)) else float("inf")
+
+
 def conv(kernels: Any, name: str, dtype: str, act: str, geometry: dict[str, Any], small: bool = True) -> float:
     g = torch.Generator().manual_seed(3)
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
@@ -226,6 +235,7 @@ def cases(kernels: Any) -> dict[str, Any]:
                 found[f"{config.name} {dtype} shipped tile"] = (conv, (*arguments, False))
     for act in ACTS:
         found[f"acts {act}"] = (gemm, (kernels, "gemm_128x128", "fp16", (20, 33, 17), act, "fp32", True))
+        found[f"NaN through {act}"] = (nans, (kernels, act))
     names = ("bias", "row_scale", "col_scale", "residual")
     for count in range(5):
         for at, given in enumerate(itertools.combinations(names, count)):

@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def activate(x, ACT: tl.constexpr):
     if ACT == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays one
     elif ACT == "silu":
         x = x * tl.sigmoid(x)
     elif ACT == "gelu_erf":

@@ -84,7 +84,7 @@ FAMILIES = (
         name="sm100",
         archs=("sm_100a",),
         least=100,
-        most=109,
+        most=100,
         pairs=(*PLAIN, *INT8, *FP8),
         tiles={
             "one_128x128": Tile(128, 128, 128),
@@ -99,7 +99,7 @@ FAMILIES = (
         name="sm120",
         archs=("sm_120a",),
         least=120,
-        most=129,
+        most=120,
         pairs=FP8,
         tiles={"cooperative_128x128": Tile(128, 128, 128), "cooperative_128x64": Tile(128, 64, 128)},
         instructions={"fp8_e4m3": "QMMA"},

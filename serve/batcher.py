@@ -80,16 +80,32 @@ class RowBatching:
             size for size in scheduling.allowed or () if not self.batched or size <= scheduling.max_batch_size
         )
         self.limit = (self.sizes[-1] if self.sizes else scheduling.max_batch_size) if self.batched else 1
-        self._fitting = FittingRows(scheduling.profiles, self.limit) if scheduling.profiles and self.batched else None
+        unit = signature.batch_unit
+        fitting = scheduling.profiles and self.batched
+        self._fitting = FittingRows(scheduling.profiles, self.limit, unit) if fitting else None
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
+        # Rows that fill no size are filled up; any other dim has to come in its steps.
+        self._stepped = [
+            (spec.name, axis, dim, signature.dims[dim])
+            for spec in signature.inputs
+            for axis, dim in enumerate(spec.shape)
+            if isinstance(dim, str) and signature.dims[dim].step != 1 and not (self.batched and axis == 0)
+        ]
 
     def admit(self, request: InferenceRequest) -> int:
         if request.outputs is not None and self._outputs:
             for output in request.outputs:
                 if output not in self._outputs:
                     raise self._refused(f"unexpected inference output '{output}' for model '{self.name}'")
+        for name, axis, dim, sizes in self._stepped:
+            size = request.inputs[name].shape[axis] if name in request.inputs else 0
+            if size % sizes.step:
+                raise self._refused(
+                    f"input '{name}' has {dim} {size}, but model '{self.name}' takes multiples of {sizes.step}; pad or "
+                    f"cut it to {sizes.beside(size)}"
+                )
         if not self.batched:
             return 1
         rows = -1

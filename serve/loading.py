@@ -158,7 +158,8 @@ def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, larg
     batch = artifact.signature.batch_dim
     sizes: list[dict[str, int]] = [{}]
     if batch is not None and largest:
-        sizes = [{batch: size} for size in sorted({artifact.signature.dims[batch].min, largest})]
+        rows = artifact.signature.dims[batch]
+        sizes = [{batch: size} for size in sorted({rows.min, rows.down(largest)})]
     for size in sizes:
         feeds = session.example_inputs(**size)
         try:

@@ -14,7 +14,7 @@ from accel.serve.profiles import Profile, rows_of
 from accel.serve.scheduling import LengthBatching, QueuePolicy, Scheduling
 from accel.serve.sequence_config import sequence_batching
 from accel.serve.tensors import BY_CONFIG, BY_FIELD, DATATYPES
-from accel.signature import BATCH, Dim, Signature, TensorSpec
+from accel.signature import BATCH, Dim, DimRange, Signature, TensorSpec
 
 # A protobuf message of the private pool: no generated class exists to annotate with.
 ModelConfig = Any
@@ -206,10 +206,10 @@ def scheduling(
     if preferred and not 0 < preferred[0] <= preferred[-1] <= largest:
         raise BadRepository(f"model '{name}': preferred_batch_size has to be from 1 to max_batch_size ({largest})")
     options = _parameters(config)
-    smallest = signature.dims[signature.batch_dim].min if signature.batch_dim and largest else 1
-    allowed = tuple(range(smallest, largest + 1)) if smallest > 1 else None
+    rows = signature.dims[signature.batch_dim] if signature.batch_dim and largest else DimRange(1, 1, 1)
+    allowed = tuple(range(rows.min, largest + 1, rows.step)) if rows.min > 1 else None
     if profiles and largest:
-        allowed = rows_of(profiles, None, largest)
+        allowed = rows_of(profiles, None, largest, rows.step)
     resources, resource_priority = _rate_limit(config)
     made = Scheduling(
         max_batch_size=largest,

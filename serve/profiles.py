@@ -22,15 +22,15 @@ def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
     )
 
 
-def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int) -> tuple[int, ...]:
-    """The numbers of rows up to ``most``, ascending, of which one of ``profiles`` holds a batch of ``shapes`` (of any
-    shapes where that is None)."""
+def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int, step: int = 1) -> tuple[int, ...]:
+    """The multiples of ``step`` up to ``most``, ascending, of which one of ``profiles`` holds a batch of ``shapes`` (of
+    any shapes where that is None)."""
     found: set[int] = set()
     for profile in profiles:
         low = max((ends[0][0] for ends in profile.values() if ends[0]), default=1)
         high = min((ends[1][0] for ends in profile.values() if ends[1]), default=most)
         if shapes is None or all(_holds(profile[name], shape) for name, shape in shapes if name in profile):
-            found.update(range(max(low, 1), min(high, most) + 1))
+            found.update(range(-(-max(low, 1) // step) * step, min(high, most) + 1, step))
     return tuple(sorted(found))
 
 
@@ -42,15 +42,16 @@ def _holds(ends: tuple[Shape, Shape], shape: Shape) -> bool:
 class FittingRows:
     """``rows_of`` for the shapes that come."""
 
-    def __init__(self, profiles: Sequence[Profile], most: int) -> None:
+    def __init__(self, profiles: Sequence[Profile], most: int, step: int = 1) -> None:
         self._profiles = profiles
         self._most = most
+        self._step = step
         self._known: dict[Shapes, tuple[int, ...]] = {}
 
     def of(self, shapes: Shapes) -> tuple[int, ...]:
         found = self._known.get(shapes)
         if found is None:
-            found = rows_of(self._profiles, shapes, self._most)
+            found = rows_of(self._profiles, shapes, self._most, self._step)
             if len(self._known) < _MOST_KEPT:
                 self._known[shapes] = found
         return found

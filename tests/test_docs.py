@@ -62,6 +62,43 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
         assert ran.code == 0, f"{command}: {ran.stderr}"
 
 
+def test_the_ten_options_of_the_readme() -> None:
+    """Fails if the README's table of options isn't of ten, or an example in it can't be given to ``accel optimize``."""
+    from accel.cli.optimize import command
+    from accel.cli.options import read_dims
+    from accel.signature import TensorSpec
+
+    section = README.partition("## Your own model")[2].partition("\n## ")[0]
+    examples = re.findall(r"^\| `(--[^`]+)` \|", section, flags=re.MULTILINE)
+    assert len(examples) == 10
+    words = [word for example in examples for word in shlex.split(example)]
+    asked = command.make_context("optimize", ["my.onnx", "-o", "out", *words]).params
+    assert [TensorSpec.parse(text).values for text in asked["inputs"]] == [(0, 30521)]
+    assert list(read_dims(asked["dims"])) == ["length"]
+
+
+def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
+    """Fails if a command of docs/optimize.md doesn't work as written, or it speaks of an option that there isn't."""
+    from importlib import import_module
+
+    from accel.cli import COMMANDS
+
+    text = (ROOT / "docs" / "optimize.md").read_text(encoding="utf-8")
+    used = [import_module(COMMANDS[name][0]).command for name in ("export", "optimize", "bench", "preflight", "bisect")]
+    known = {word for command in used for parameter in command.params for word in parameter.opts}
+    assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", text)) - known == {"--help"}
+
+    np.savez(user_folder / "labels.npz", label=np.full(24, 3))
+    assert cli("export", "my_model.py:make", "--input", "x:float32[batch,3,32,32]", "-o", "my.onnx", "-q").code == 0
+    commands = [shlex.split(line[2:]) for block in blocks("console", text) for line in block.splitlines()]
+    assert [words[:2] for words in commands] == [["accel", n] for n in ("optimize", "preflight", "optimize", "bench")]
+    fewer = {"optimize": ["--rounds", "5", "--fixed-session"], "preflight": []}
+    fewer["bench"] = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0"]
+    for words in commands:
+        ran = cli(*words[1:], *fewer[words[1]], "-q")
+        assert ran.code == 0, f"{shlex.join(words)}: {ran.stderr}"
+
+
 def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: Path) -> None:
     """Fails if a command of docs/checkpoints.md doesn't work as written on a checkpoint of that kind."""
     import warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -72,3 +73,18 @@ def test_files_are_short_and_names_are_plain() -> None:
     for path in [p for d in ("accel", "converters", "kernels", "serve", "tests") for p in (ROOT / d).rglob("*.py")]:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 500, path
         assert not any(word in path.stem for word in ("utils", "helpers", "manager", "handler", "processor")), path
+
+
+def test_an_errors_text_becomes_one_line_in_one_place() -> None:
+    """Fails if a module folds the lines of an error by itself instead of by ``accel.errors.one_line``, or that loses
+    something, keeps a line break or is longer than it was asked to be."""
+    from accel.errors import one_line
+
+    error = ValueError("first\n\n  second\tthird " + "x" * 400)
+    assert one_line(error, None) == "first second third " + "x" * 400
+    assert one_line(error, 12) == "first second"
+    assert len(one_line(error)) == 300
+    folding = re.compile(r"""["'] ["']\.join\(str\(\w+\)\.split\(\)\)""")
+    for folder in ("accel", "converters", "kernels", "serve"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert path.name == "errors.py" or not folding.search(path.read_text(encoding="utf-8")), path

@@ -12,12 +12,14 @@ from accel.artifact import KINDS, Artifact, manifest_path
 from accel.bench.blocks import Candidate
 from accel.bench.paired import measure
 from accel.bench.report import BenchReport, Sweep
-from accel.errors import BadData, BadSource, UnknownName, UsageError
+from accel.errors import BadData, BadInputSpec, BadSource, ChildCrashed, RunFailed, UnknownName, UsageError
 from accel.progress import report
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
+from accel.signature import DimRange
 from accel.sources import is_source, main_file, open_source
 from accel.sources.tensorflow_source import options_of_each, saved_model_file
 from accel.verify.data import widened
+from accel.verify.runs import failed_on_data
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +32,8 @@ _DATA_BATCHES = 8
 # These sessions keep their library out of this process; one that is timed is in a process of its own already.
 _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
+
+_SOURCE_KINDS = ("torch", "tensorflow", "tflite")
 
 Model = str | Path | Artifact
 
@@ -68,7 +72,8 @@ def bench(
     models that it concerns. The rest: see ``accel.bench.paired.measure``.
 
     Outputs are compared with those of ``against`` before anything is timed. A candidate that can't be compared or run
-    has a row that says why. Raises ``BadSource`` for what can't be found, ``BadData`` where the data doesn't fit.
+    has a row that says why. Raises ``BadSource`` for what can't be found, ``BadData`` where the data doesn't fit,
+    ``BadInputSpec`` for a size outside the range that was declared for ``against``.
 
     >>> report = accel.benchmark(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                             # doctest: +SKIP
@@ -76,16 +81,23 @@ def bench(
     ready = _candidates(candidates, against, also, cuda_graph, inputs, weights, dims, tensorflow or {})
     samples = Path(data) if data else None
     first = widened(ready[0].artifact, samples, dict(dims or {}))
-    return measure(
-        ready,
-        _feeds(first, sizes or {}, samples, seed),
-        rounds=rounds,
-        block_seconds=block_seconds,
-        budget_seconds=budget_seconds,
-        threads=threads,
-        streams=streams,
-        seed=seed,
-    )
+    _check_declared(ready[0].artifact, sizes or {})
+    feeds = _feeds(first, sizes or {}, samples, seed)
+    try:
+        return measure(
+            ready,
+            feeds,
+            rounds=rounds,
+            block_seconds=block_seconds,
+            budget_seconds=budget_seconds,
+            threads=threads,
+            streams=streams,
+            seed=seed,
+        )
+    except (RunFailed, ChildCrashed) as error:
+        if samples is None:
+            raise
+        raise failed_on_data(error, samples, _in_one(feeds), first.signature.inputs) from error
 
 
 def sweep(
@@ -116,7 +128,10 @@ def sweep(
     samples = Path(data) if data else None
     first = widened(ready[0].artifact, samples, dict(dims or {}))
     reports = []
-    for shape in _shapes(first.signature, batches, lengths, sizes or {}):
+    shapes = _shapes(first.signature, batches, lengths, sizes or {})
+    for shape in shapes:
+        _check_declared(ready[0].artifact, shape)
+    for shape in shapes:
         report(f"bench: {', '.join(f'{dim} {size}' for dim, size in shape.items())}")
         if samples is None:
             feeds = first.signature.example_inputs(seed=seed, **shape)
@@ -145,6 +160,23 @@ def _shapes(
     for shape in found:
         signature.known(shape)
     return found
+
+
+def _check_declared(artifact: Artifact, sizes: Mapping[str, int]) -> None:
+    """``BadInputSpec`` for a size beyond the range that somebody declared for its dim (a table of positions may end
+    there), or that an engine was built for. Ranges that nobody declared, accel's own, bind nobody."""
+    for dim, size in sizes.items():
+        known = artifact.signature.dims.get(dim)
+        if known is None or known.min <= size <= known.max:  # a dim that there isn't is named later
+            continue
+        if known == DimRange.default(dim) and artifact.kind != "engine":
+            continue
+        wider = f"--dim {dim}={known.to_hold(size)}"
+        how = {"engine": "build it with a --profile that has it", **dict.fromkeys(_SOURCE_KINDS, f"pass {wider}")}
+        raise BadInputSpec(
+            f"{dim} {size} is outside {known.min}..{known.max}, which is the range of {dim} in {artifact.path.name}; "
+            f"give sizes within, or {how.get(artifact.kind, f'export it again with {wider}')}"
+        )
 
 
 def _candidates(
@@ -253,3 +285,10 @@ def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed
             f"{data} holds {len(dataset)} samples, less than one batch of {batch}; give more or a smaller batch"
         )
     return whole
+
+
+def _in_one(feeds: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """All the numbers of each input, in one row: the shapes of several files may differ."""
+    import numpy as np
+
+    return {name: np.concatenate([one[name].ravel() for one in feeds]) for name in feeds[0]}

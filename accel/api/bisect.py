@@ -159,5 +159,6 @@ def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str
             raise BadData(f"{data} holds less than one batch of the model's fixed size; raise --samples or add some")
         return feeds
     batch = artifact.signature.batch_dim
-    sizes = {batch: min(artifact.signature.dims[batch].max, samples, _BATCH)} if batch else {}
+    most = min(artifact.signature.dims[batch].max, samples, _BATCH) if batch else 0
+    sizes = {batch: artifact.signature.dims[batch].down(most)} if batch else {}
     return [artifact.signature.example_inputs(**sizes)]

@@ -66,9 +66,10 @@ def export(
     change its opset, its shapes or what goes before and after it. ``inputs``: what the model takes, where the source
     doesn't say: ``{"x": ("float32", ("batch", 3, 32, 32))}`` or ``["x:float32[batch,3,32,32]"]``; a named dim is
     dynamic. ``weights``: a state dict or a training checkpoint for the factory's model (``docs/checkpoints.md``).
-    ``dims``: ranges of dynamic dims as (min, opt, max); ``height`` and ``width`` of images that ``preprocess`` resizes
-    are those that come in. ``opset``: what the file will have, exactly;
-    by default 20, and of an ONNX file its own. ``preprocess``: what goes before and after the model, into the graph.
+    ``dims``: ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) where only multiples of the step fit;
+    ``height`` and ``width`` of images that ``preprocess`` resizes are those that come in. ``opset``: what the file will
+    have, exactly; by default 20, and of an ONNX file its own. ``preprocess``: what goes before and after the model,
+    into the graph.
     ``graph_inputs``, ``graph_outputs``: tensor names (``x:0``) of a ``.pb`` or ``.meta``. ``signature``: which one of a
     SavedModel. ``strip_training_ops``: take dropout out of a graph that still holds it. ``channels``: where those of
     convolutions from TensorFlow are inside the graph: ``first``, ``last``, or ``auto`` for first where that leaves less

@@ -48,7 +48,7 @@ _READ_AT_ONCE = 64
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
     """``artifact``: what was taken, published. ``candidates``: all, the source first. ``max_drop``: the budget.
-    ``command``: what asks for the same again."""
+    ``command``: what asks for the same again. ``warnings``: those of the ``notes`` that say how to get more."""
 
     artifact: Artifact
     chosen: str
@@ -56,6 +56,7 @@ class Optimization:
     max_drop: float
     environment: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     objective: str = "latency"
     command: str = ""
 
@@ -161,7 +162,8 @@ def optimize(
             "signature": signature,
             "strip_training_ops": strip_training_ops,
         }
-        src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, tensorflow, cache)
+        with budget.spending("opening the model"):
+            src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, tensorflow, cache)
         calibration = Path(data) if data else None
         for given in (calibration, Path(eval_data) if eval_data else None):
             src = widened(src, given, dict(dims or {}))
@@ -195,9 +197,10 @@ def optimize(
         if budget.limited:
             made = sorted(made, key=likelihood)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
-        if calibration is not None:
-            check_samples(src, calibration, samples, cache)
-        judge.check()
+        with budget.spending("running the source on the data"):
+            if calibration is not None:
+                check_samples(src, calibration, samples, cache)
+            judge.check()
         rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
         for recipe in [searched(src, row.recipe, request) for row in rows if row.recipe and row.over_budget]:
             if recipe is not None:
@@ -237,6 +240,8 @@ def optimize(
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)
+        warnings = tuple(filter(None, [budget.note([row.name for row in rows if row.out_of_time])]))
+        notes += warnings
         if note := renaming_note(src):
             notes.append(note)
         chosen.status = "chosen"
@@ -251,6 +256,7 @@ def optimize(
             max_drop=max_drop,
             environment=environment,
             notes=tuple(notes),
+            warnings=warnings,
             objective=objective,
             command=command_line(model, asked, _defaults(optimize)),
         )

@@ -27,15 +27,14 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
         return ModelSpec(**{"params": 0, **given})
     if not config.model:
         raise BadConfig("the config names no model; give model = 'package.module:factory' or a [shape] table")
-    from accel.plan.measure import spec_of
+    from accel.plan.measure import sample_of, spec_of
     from accel.train.build import make_data, make_model
 
-    module = make_model(config.model)
+    module = make_model(config.model, config.seed)
     sample: Any = None
     if config.data:
         inputs = make_data(config)[0][0]
-        sample = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        sample = sample[:1] if config.pack else sample
+        sample = sample_of(inputs[0] if config.pack else inputs)
     measured = spec_of(module, sample)
     return replace(measured, **given)
 

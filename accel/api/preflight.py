@@ -61,9 +61,9 @@ def preflight(
     with its cause and its fix; with ``fix`` rewrite what can be rewritten safely into ``out``, gated like every stage
     (on ``data``, where given).
 
-    Raises ``UsageError`` for an ``out`` that is missing or no ``.onnx``, ``UnsupportedHere`` for what is no ONNX,
-    ``UnknownName`` for a target that builds no engines, ``GateFailed`` where the rewritten model computes something
-    else.
+    Raises ``UsageError`` for an ``out`` that is missing or no ``.onnx``, ``UnsupportedHere`` for what is no ONNX and
+    for a compute capability that the target doesn't build for, ``UnknownName`` for a target that builds no engines,
+    ``GateFailed`` where the rewritten model computes something else.
     """
     from accel.converters.fit_tensorrt import FitTensorRtConfig
     from accel.converters.preflight import parser_says
@@ -83,7 +83,7 @@ def preflight(
     src = open_source(model)
     if src.kind != "onnx":
         raise UnsupportedHere(f"{src.path} is {src.kind}; give the ONNX file that the engine is to be built from")
-    supported = parser_says(src.path, target)
+    supported = parser_says(src.path, target, compute_capabilities)
     refusals = tuple(look(src.path, compute_capabilities, supported))
     if not fix:
         return PreflightReport(refusals=refusals, asked_parser=bool(supported))

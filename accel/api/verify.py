@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.errors import UnsupportedHere, UsageError
+from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import DimRange, Signature
@@ -67,12 +68,14 @@ def verify(
     what is a source, as in ``accel.export``; one that doesn't say what it takes gets what the other model takes.
     ``tensorflow``: as in ``accel.benchmark``.
 
-    Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit.
+    Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit,
+    or holds an integer that a model fails on.
     """
     if limit is not None and not limit >= 0:
         raise UsageError(f"a limit of {limit:g} can't be; it is a relative error, e.g. 1e-3")
     from accel.verify.data import widened
     from accel.verify.gates import cast_feeds, gate_runtime
+    from accel.verify.runs import failed_on_data
 
     first, second = _open(reference, candidate, inputs, Path(weights) if weights else None, dims, tensorflow or {})
     first = widened(first, Path(data) if data else None, dict(dims or {}))
@@ -92,7 +95,13 @@ def verify(
     with open_session(first, gate_runtime(first)) as one, open_session(second, gate_runtime(second)) as two:
         for case, feeds in _feeds(first, second, Path(data) if data else None, samples):
             report("verify")
-            found.append(compare(one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))))
+            try:
+                found.append(compare(one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))))
+            except (RunFailed, BadSource) as error:
+                if data is None:
+                    raise
+                specs = (*first.signature.inputs, *second.signature.inputs)
+                raise failed_on_data(error, Path(data), feeds, specs) from error
             cases.append(case)
     outputs = worst(found)
     for name, difference in outputs.items():
@@ -163,11 +172,13 @@ def _common(first: Artifact, second: Artifact) -> Signature:
     dims = dict(common.dims)
     for dim, other in common.dims.items():
         own = first.signature.dims.get(dim, other)
-        low, high = max(own.min, other.min), min(own.max, other.max)
+        both = DimRange.within(
+            max(own.min, other.min), other.opt, min(own.max, other.max), math.lcm(own.step, other.step)
+        )
         if declares[0] and not declares[1]:
             dims[dim] = own
-        elif declares[0] == declares[1] and low <= high:
-            dims[dim] = DimRange(low, min(max(other.opt, low), high), high)
+        elif declares[0] == declares[1] and both is not None:
+            dims[dim] = both
     return Signature(inputs, (), dims)
 
 

@@ -6,9 +6,10 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
@@ -149,18 +150,19 @@ class BlockRunner:
         times = warm_up(self._pass, limit_seconds=limit_seconds)
         return statistics.median(times[-_WINDOW:]) / 1e9
 
-    def block(self, passes: int, warm_up_seconds: float) -> Block:
-        """Time ``passes`` passes over the feeds (in each stream), warmed up first."""
+    def block(self, passes: int, warm_up_seconds: float, limit_seconds: float) -> Block:
+        """Time ``passes`` passes over the feeds (in each stream), warmed up first. None but the first is begun after
+        ``limit_seconds``: the block ends with the pass under way then, however slow its runs have become."""
         import numpy as np
 
         warm_up(self._pass, limit_seconds=warm_up_seconds)
-        work = [feeds for _ in range(passes) for feeds in self._feeds] * len(self._sessions)
+        one_pass = self._feeds * len(self._sessions)
         collecting = gc.isenabled()
         gc.disable()  # a collection that falls into one candidate's run is no property of it
         try:
             before = self._energy.read() if self._energy else ()
             begun = time.perf_counter_ns()
-            times = self._timed(work)
+            times = self._timed(passes_until(one_pass, passes, begun + int(limit_seconds * 1e9)))
             seconds = (time.perf_counter_ns() - begun) / 1e9
             joules = self._energy.joules(before, self._energy.read()) if self._energy else None
         finally:
@@ -176,11 +178,11 @@ class BlockRunner:
         found = [measure(self._feeds[i % len(self._feeds)]) for i in range(_PHASE_RUNS)]
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
-    def _timed(self, work: Sequence[Feeds]) -> list[int]:
+    def _timed(self, work: Iterable[Feeds]) -> list[int]:
         """Nanoseconds of each run of ``work``; of several streams each takes the next one that is left."""
         if len(self._sessions) == 1:
-            return run_all(self._opened, iter(work))
-        left = iter(work)  # next() of a list's iterator is atomic
+            return run_all(self._opened, work)
+        left = Shared(work)
         return [ns for times in self._pool.map(lambda session: run_all(session, left), self._sessions) for ns in times]
 
     @property
@@ -198,7 +200,7 @@ def batch_of(signature: Signature, feeds: Feeds) -> int:
     return first.pop() if len(first) == 1 else 1
 
 
-def run_all(session: Session, work: Iterator[Feeds]) -> list[int]:
+def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
     """Run what is left of ``work``; nanoseconds of each run."""
     run, clock, times = session.run, time.perf_counter_ns, []
     for feeds in work:
@@ -206,6 +208,33 @@ def run_all(session: Session, work: Iterator[Feeds]) -> list[int]:
         run(feeds)
         times.append(clock() - start)
     return times
+
+
+def passes_until(
+    feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
+) -> Iterator[Feeds]:
+    """``feeds`` over and over, ``passes`` times, but for the passes that would begin when the clock is at ``ends`` (ns)
+    or later: whole passes, so that each set of inputs is run equally often, and at least one."""
+    clock = clock or time.perf_counter_ns
+    for done in range(passes):
+        if done and clock() >= ends:
+            return
+        yield from feeds
+
+
+class Shared:
+    """One iterator that several threads take from: each of its items goes to one of them."""
+
+    def __init__(self, items: Iterable[Feeds]) -> None:
+        self._items = iter(items)
+        self._lock = Lock()  # a generator can't be asked by two at once
+
+    def __iter__(self) -> Iterator[Feeds]:
+        return self
+
+    def __next__(self) -> Feeds:
+        with self._lock:
+            return next(self._items)
 
 
 def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:

@@ -35,6 +35,9 @@ __all__ = ["BenchReport", "Candidate", "measure"]
 # A block is given this many times what it should take before its process counts as hung.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
+# A block ends when it has taken this many times what it was to take. Where that is 1, ordinary noise would decide how
+# many runs a block has: those that began with a slow run would have the fewest, and of a few runs no robust median.
+_OVERRUN = 2.0
 
 
 class Lane:
@@ -66,19 +69,26 @@ class Lane:
         self.child.pause()
 
     def time_block(self, block_seconds: float) -> None:
-        """Add one block to its rounds, while nothing else runs."""
-        passes = passes_for(block_seconds, self.pass_seconds, self.feeds * self.candidate.streams)
+        """Add one block to its rounds, while nothing else runs.
+
+        Its passes are counted out beforehand, by the fastest block so far. Where the machine or the session has become
+        slower since, time is what ends it, at the same multiple of its plan for every candidate.
+        """
+        runs = self.feeds * self.candidate.streams  # of a pass
+        passes = passes_for(block_seconds, self.pass_seconds, runs)
+        planned = passes * self.pass_seconds
         self.child.resume()
         block: Block = self.child.call(
             "block",
             passes=passes,
             warm_up_seconds=block_seconds / 2,
-            timeout=max(_PATIENCE_SECONDS, _PATIENCE * passes * self.pass_seconds),
+            limit_seconds=_OVERRUN * max(block_seconds, planned),
+            timeout=max(_PATIENCE_SECONDS, _PATIENCE * planned),
         )
         self.child.pause()
         self.rounds.append(block)
         # Where something else was running while it was calibrated, its blocks would stay too short.
-        self.pass_seconds = min(self.pass_seconds, block.seconds / passes)
+        self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
     def times(self) -> list[np.ndarray]:
@@ -128,7 +138,8 @@ def measure(
     with other outputs, shapes, or a NaN gets a row with ``error`` and is not timed, as does one that fails or crashes.
 
     In each of ``rounds`` rounds (at least 5) every candidate runs a block of about ``block_seconds`` (at least three
-    runs), warmed up first. The baseline runs in two processes: both together are what the others are compared with,
+    runs), warmed up first; one that takes twice as long as it was to, as the machine or the session became slower, ends
+    there with the runs it has. The baseline runs in two processes: both together are what the others are compared with,
     and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
     ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``limit_seconds``: when
     all of it, loading included, is to be over: rounds that would end later are left out, but for the first 5.

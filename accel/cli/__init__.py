@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 import accel
-from accel.errors import NO_SPACE, AccelError
+from accel.errors import NO_SPACE, AccelError, one_line
 
 # name -> (module, one line). A command's module is imported when it runs: `accel --help` stays fast.
 COMMANDS = {
@@ -91,13 +91,13 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("ACCEL_DEBUG"):
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         return _say(f"this should not have happened ({reason}); set ACCEL_DEBUG=1 to see where, and report it")
     return 0
 
 
 def _say(message: str, code: int = 1) -> int:
-    click.echo(f"accel: error: {' '.join(message.split())}", err=True)
+    click.echo(f"accel: error: {one_line(message, None)}", err=True)
     return code
 
 

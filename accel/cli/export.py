@@ -104,7 +104,7 @@ def command(
         ]
         lines += [f"  in   {spec}" for spec in artifact.signature.inputs]
         lines += [f"  out  {spec}" for spec in artifact.signature.outputs]
-        lines += [f"  dim  {name} {r.min}:{r.opt}:{r.max}" for name, r in artifact.signature.dims.items()]
+        lines += [f"  dim  {name} {r}" for name, r in artifact.signature.dims.items()]
         lines += [f"  gate {g['stage']}: {g['summary']}" for g in artifact.proof()]
         return "\n".join(lines)
 

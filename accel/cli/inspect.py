@@ -72,7 +72,7 @@ def _human(found: Inspection) -> Any:
     lines = [f"{artifact.path}: {artifact.kind}, {found.bytes / 1e6:.1f} MB; {properties}"]
     lines += [f"  in   {spec}" for spec in artifact.signature.inputs]
     lines += [f"  out  {spec}" for spec in artifact.signature.outputs]
-    lines += [f"  dim  {name} {r.min}:{r.opt}:{r.max}" for name, r in artifact.signature.dims.items()]
+    lines += [f"  dim  {name} {r}" for name, r in artifact.signature.dims.items()]
     if artifact.source:
         lines.append(f"  from {artifact.source.get('spec', '')}")
     parts: list[Any] = ["\n".join(lines).replace("[", "\\[")]

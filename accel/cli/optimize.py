@@ -174,6 +174,9 @@ def command(
         **tensorflow,
     )
     say.result({"path": str(result.artifact.path), **result.to_json()}, lambda: table(result))
+    if not say.quiet:  # the table and the JSON have them, too
+        for warning in result.warnings:
+            click.echo(f"accel: warning: {warning}", err=True)
 
 
 def table(result: Optimization) -> Any:

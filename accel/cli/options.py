@@ -30,8 +30,9 @@ dim_option = click.option(
     "--dim",
     "dims",
     multiple=True,
-    metavar="NAME=MIN:OPT:MAX",
-    help="How far a dynamic dim goes: sequence=8:128:512. Gates run at its ends, benchmarks at OPT.",
+    metavar="NAME=MIN:OPT:MAX[:STEP]",
+    help="How far a dynamic dim goes: sequence=8:128:512. Gates run at its ends, benchmarks at OPT. Where only "
+    "multiples of some number fit, that number comes last: height=16:32:64:4.",
 )
 
 
@@ -46,7 +47,7 @@ def read_dims(dims: tuple[str, ...]) -> dict[str, DimRange]:
     for text in dims:
         name, equals, rest = text.partition("=")
         if not equals or not name:
-            raise BadInputSpec(f"can't read --dim {text!r}; write NAME=MIN:OPT:MAX, e.g. sequence=8:128:512")
+            raise BadInputSpec(f"can't read --dim {text!r}; write NAME=MIN:OPT:MAX[:STEP], e.g. sequence=8:128:512")
         found[name] = DimRange.parse(rest)
     return found
 

@@ -75,6 +75,8 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
     CONFIG is a training config (TOML); or describe the model with --params, or --layers, --hidden, --heads, --vocab
     and --seq. With --hbm every layout that fits is listed, fastest first; --zero, --tp, --micro-batch and so on then
     leave only those that have them so. What rounds more (--qwz, --qgz) is listed only where it is asked for.
+    Of equally fast ones the one that sends least comes first, then the one with fewest stages, the largest micro-batch,
+    the lowest ZeRO stage.
     """
     machine = _machine(given)
     base = _config(config, given)

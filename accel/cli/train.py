@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,18 +84,20 @@ def command(
         loss = f", loss {result['loss']:.4f}" if "loss" in result else " (nothing was left to do)"
         return (
             f"{out / 'final'}: {result['steps']} steps{loss}{'; evaluate: ' + metrics if metrics else ''}"
-            f"\nnow: accel export {out} -o model.onnx{better()}"
+            f"\nnow: {shlex.join(['accel', 'export', str(out), '-o', 'model.onnx'])}{better()}"
         )
 
     def better() -> str:
         best = result.get("best")
         if best is None:
             return ""
-        name = best["metric"].removeprefix("-")
+        from accel.train.final import input_options
+
+        name, checkpoint = best["metric"].removeprefix("-"), out / "checkpoints" / f"step-{best['step']:08d}"
+        words = ["accel", "export", loaded.model, "--weights", str(checkpoint), *input_options(out / "final")]
         return (
             f"\nthese are the last weights; the best (step {best['step']}, {name} {best['metrics'][name]:.4f}) are in "
-            f"{out / 'checkpoints'}: accel export {loaded.model} --weights "
-            f"{out / 'checkpoints' / 'step-'}{best['step']:08d} -o model.onnx"
+            f"{out / 'checkpoints'}: {shlex.join([*words, '-o', 'model.onnx'])}"
         )
 
     say.result({**result, "final": str(out / "final")}, human)

@@ -21,11 +21,13 @@ def accel(*words: str, folder: Path) -> None:
     """Print the command and run it in ``folder``; the demo ends where it fails."""
     print(f"\n$ accel {shlex.join(words)}", flush=True)
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    started = time.monotonic()
     code = subprocess.run(
         [sys.executable, "-m", "accel", *words, "--quiet"], cwd=folder, env=env, check=False
     ).returncode
     if code:
         sys.exit(code)
+    print(f"({time.monotonic() - started:.0f} s)", flush=True)
 
 
 def prepare(folder: Path) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from accel.errors import AccelError
 from accel.progress import watched_by, watcher
+
+# What is named of what took the time, and of what was missed for it.
+_NAMED = 4
+# How the name of a step ends that reads calibration data.
+QUANTIZING = ": quantize"
 
 
 class OutOfTime(AccelError):
@@ -26,6 +31,7 @@ class Budget:
         self.seconds = seconds
         self._clock = clock
         self._begun = clock()
+        self._taken: dict[str, float] = {}
 
     @property
     def limited(self) -> bool:
@@ -67,3 +73,29 @@ class Budget:
     def reason(self, what: str) -> str:
         """Why something was not begun."""
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
+
+    @contextmanager
+    def spending(self, what: str) -> Iterator[None]:
+        """The time that passes inside is what it took to do ``what``, also where that was given up."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self._taken[what] = self._taken.get(what, 0.0) + self._clock() - begun
+
+    def note(self, missed: Sequence[str]) -> str:
+        """What the budget went to, what was not tried or measured for it (``missed``, names of candidates), and what
+        helps; empty where nothing was missed."""
+        if not missed or self.seconds is None:
+            return ""
+        least = 0.05 * sum(self._taken.values())
+        longest = sorted((item for item in self._taken.items() if item[1] > least), key=lambda item: -item[1])[:_NAMED]
+        took = ", ".join(f"{what} took {seconds:.{0 if seconds >= 10 else 1}f} s" for what, seconds in longest)
+        names = ", ".join(missed[:_NAMED])
+        more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
+        quantized = any(what.endswith(QUANTIZING) for what, _ in longest)
+        fewer = ", or calibrate on fewer samples (--quantize samples=32)" if quantized else ""
+        return (
+            f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}: "
+            f"{took or 'nothing was begun'}; give more --budget-seconds, name what you want with --precision{fewer}"
+        )

@@ -44,6 +44,7 @@ class CandidateResult:
     hidden_by_noise: bool = False  # it may be faster than what was taken
     unsupported: bool = False  # it was refused for what was asked, not for what came out
     over_budget: bool = False  # it can be made, and is too far off
+    out_of_time: bool = False  # it is missing for the budget of time
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,8 +77,8 @@ class CandidateResult:
         }
 
     def missed(self, reason: str) -> None:
-        """It is not tried, for this reason."""
-        self.status, self.reason = "not tried", reason
+        """It is not tried, for want of time: for this reason."""
+        self.status, self.reason, self.out_of_time = "not tried", reason, True
 
 
 # The rest of a budget is for measuring: what was built and not measured is of no use. Nothing is begun after the first
@@ -114,7 +115,8 @@ def attempt(
                 if budget.over(share):
                     row.missed(budget.reason("its precisions were searched"))
                     return row
-                recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache, lambda: budget.over(share))
+                with budget.spending(f"{recipe.name}: which layers stay float"):
+                    recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache, lambda: budget.over(share))
                 row.recipe, row.options = recipe, dict(recipe.options)
             for stage, config, limit in recipe.stages:
                 if budget.over(share):
@@ -123,7 +125,8 @@ def attempt(
                 doing = f"its stage {stage} was over"
                 report(f"{recipe.name}: {stage}")
                 gates = [OutputGate(limit=limit, data=data)]
-                artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
+                with budget.spending(f"{recipe.name}: {stage}"):
+                    artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
                 if gate_runtime(artifact) is not None:
                     last_runnable = artifact
             row.artifact = artifact
@@ -134,7 +137,8 @@ def attempt(
             doing = "it was judged"
             report(f"{recipe.name}: judging")
             options = recipe.options if last_runnable is artifact else {}
-            judged(row, judge, last_runnable, options, max_drop, cache)
+            with budget.spending(f"{recipe.name}: judging"):
+                judged(row, judge, last_runnable, options, max_drop, cache)
     except OutOfTime:
         row.missed(budget.reason(doing))
     except UnsupportedHere as error:  # this form of this model for this target; another may do

@@ -52,7 +52,9 @@ def likeliest(rows: list[CandidateResult]) -> CandidateResult:
         raise UnsupportedHere(rows[0].reason)
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
-        raise NothingPassed(f"no candidate is within the budget ({reasons}); raise --max-drop or choose --precision")
+        late = "give more --budget-seconds, " if any(row.out_of_time for row in rows) else ""
+        fix = f"{late}raise --max-drop or choose --precision"
+        raise NothingPassed(f"no candidate is within the budget ({reasons}); {fix}")
     best = min(passed, key=lambda row: UNMEASURED_ORDER.index(row.precision))
     best.reason = "not measured here; the first of fp16, int8, fp8, bf16, fp32 that is within the budget"
     for row in passed:

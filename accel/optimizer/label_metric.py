@@ -23,8 +23,8 @@ class LabelMetric:
     """``f(outputs, data) -> float``, higher is better. ``top1``, ``top5``, ``topK``: the share of samples whose label
     is among the K largest values of the output [samples, classes]. ``spearman``: rank correlation of the output, one
     number a sample, with the labels. ``iou``: mean over the classes of intersection over union, where the output is
-    [samples, classes, ...] and there is a class number for each place of it. Its repr, sha256 of the labels included,
-    is what a cached judgement depends on."""
+    [samples, classes, ...] or [samples, ..., classes] and there is a class number for each place of it. The output is
+    the only one whose shape fits. Its repr, sha256 of the labels included, is what a cached judgement depends on."""
 
     kind: str
     sha256: str
@@ -38,48 +38,118 @@ class LabelMetric:
     def __call__(self, outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:  # noqa: ARG002
         import numpy as np
 
-        value = self._output(outputs)
-        if len(value) != len(self.labels):
+        value, labels = self._output(outputs)
+        if len(value) != len(labels):
             raise UsageError(
-                f"{self.where} has {len(self.labels)} labels for {len(value)} samples of the data; "
+                f"{self.where} has {len(labels)} labels for {len(value)} samples of the data; "
                 "give one a sample, in their order"
             )
         if self.kind == "spearman":
-            return spearman(value.reshape(len(value)), self.labels)
+            return spearman(value.reshape(len(value)), labels)
         if self.kind == "iou":
-            return mean_iou(value.argmax(axis=1), self.labels, value.shape[1])
+            return mean_iou(value.argmax(axis=1), labels, value.shape[1])
         count = int(self.kind.removeprefix("top"))
         best = np.argsort(-value.astype(np.float64), axis=1, kind="stable")[:, :count]
-        return float((best == self.labels[:, None]).any(axis=1).mean())
+        return float((best == labels[:, None]).any(axis=1).mean())
 
-    def _output(self, outputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The one output that has the right shape."""
+    def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The one output that has the right shape, its classes on axis 1, and the labels as they fit it. ``BadData``
+        where the labels are no classes of it."""
+        labels = self.labels
         if self.kind == "spearman":
             wanted = "one number a sample"
             fitting = {n: v for n, v in outputs.items() if v.ndim >= 1 and v.size == len(v)}
         elif self.kind == "iou":
-            places = self.labels.shape[1:]
-            wanted = f"[samples, classes, {', '.join(map(str, places))}]"
-            least = max(2, int(self.labels.max()) + 1)
-            fitting = {n: v for n, v in outputs.items() if v.ndim > 2 and v.shape[2:] == places and v.shape[1] >= least}
+            places = ", ".join(map(str, labels.shape[1:]))
+            wanted = f"[samples, classes, {places}] or [samples, {places}, classes]"
+            fitting = self._segmentations(outputs, labels)
+            if not fitting and labels.ndim > 2 and labels.shape[-1] == 1:  # masks as pictures of one channel
+                labels = labels[..., 0]
+                fitting = self._segmentations(outputs, labels)
         else:
             count = int(self.kind.removeprefix("top"))
             wanted = f"[samples, more than {count} classes]"
-            least = max(count, int(self.labels.max())) + 1
-            fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] >= least}
+            fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
+        if fitting and self.kind != "spearman":
+            # Which of several it is isn't read off the labels: one beyond the classes would have features judged.
+            widest = max(fitting, key=lambda name: fitting[name].shape[1])
+            self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
             has = ", ".join(f"{n} {list(v.shape)}" for n, v in outputs.items())
             raise UsageError(
                 f"{len(fitting)} outputs are {wanted} as {self.kind} with {self.where} {list(self.labels.shape)} needs "
-                f"(there are {has}); give other labels, or pass --metric"
+                f"(there are {has}); {self._way_out(outputs, len(fitting))}"
             )
-        return next(iter(fitting.values()))
+        return next(iter(fitting.values())), labels
+
+    @staticmethod
+    def _segmentations(outputs: Mapping[str, np.ndarray], labels: np.ndarray) -> dict[str, np.ndarray]:
+        """The outputs that have classes for each place of ``labels``, turned to [samples, classes, ...]."""
+        import numpy as np
+
+        places = labels.shape[1:]
+        first = {n: v for n, v in outputs.items() if v.ndim > 2 and v.shape[2:] == places and v.shape[1] > 1}
+        last = {
+            n: np.moveaxis(v, -1, 1)
+            for n, v in outputs.items()
+            if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
+        }
+        # Where one output can be read both ways, each axis is as long as there are classes: then they are first. Beside
+        # one that can only be read with classes first, [samples, ..., n] are features of each place.
+        certain = first.keys() - last.keys()
+        return first if certain else last | first
+
+    def _way_out(self, outputs: Mapping[str, np.ndarray], fitting: int) -> str:
+        if fitting:
+            return "pass --metric with a function that takes the one that counts"
+        if hint := _one_hot(self.labels):
+            return hint
+        classes = any(v.ndim == 2 and v.shape[1] > 1 for v in outputs.values())
+        if self.kind == "spearman" and classes and (hint := _whole(self.labels)):
+            return f"if they are classes, {hint}"
+        return "give other labels, or pass --metric"
+
+    def _check_classes(self, output: str, classes: int, labels: np.ndarray) -> None:
+        import numpy as np
+
+        # Of a segmentation a negative label says that its place doesn't count; a sample's own label has to be a class.
+        wrong = (labels >= classes) | ((labels < 0) & (self.kind != "iou"))
+        if not wrong.any():
+            return
+        sample, *place = np.argwhere(wrong)[0].tolist()
+        value = labels[(sample, *place)]
+        at = f" at {place}" if place else ""
+        several = f" ({int(wrong.sum())} labels are no class)" if wrong.sum() > 1 else ""
+        counted = labels[labels >= 0] if self.kind == "iou" else labels
+        from_one = labels.max() == classes and counted.min() == 1
+        way_out = "they start at 1: save y - 1" if from_one else "correct the labels or leave such samples out"
+        raise BadData(
+            f"{self.where}: the label of sample {sample}{at} is {value}, and the output {output!r} has {classes} "
+            f"classes, 0 to {classes - 1}{several}; {way_out}"
+        )
+
+
+def _one_hot(labels: np.ndarray) -> str:
+    """What to save instead of one-hot rows; empty where they are none."""
+    if labels.dtype.kind not in "biuf" or not labels.size or not ((labels == 0) | (labels == 1)).all():
+        return ""
+    for axis in sorted({1, labels.ndim - 1} - {0}):
+        if labels.ndim > 1 and labels.shape[axis] > 1 and (labels.sum(axis=axis) == 1).all():
+            return f"they look one-hot: save y.argmax({axis})"
+    return ""
+
+
+def _whole(labels: np.ndarray) -> str:
+    """What to save instead of class numbers that are floats; empty where they are none."""
+    if labels.dtype.kind != "f" or not (labels == labels.round()).all():
+        return ""
+    return "save them as integers, y.astype('int64')"
 
 
 def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
     """The metric for the labels in ``path``: .npz with one array, or one called ``label`` or ``labels``, that has one
-    number a sample, or for ``iou`` a class number for each place (negative ones don't count). Without ``kind`` integers
-    are judged by top1, floats by spearman, and more than one number a sample by iou.
+    number a sample, [samples] or [samples, 1], or for ``iou`` a class number for each place (negative ones don't
+    count). Without ``kind`` integers are judged by top1, floats by spearman, more than one number a sample by iou.
 
     Raises ``BadData`` for what can't be read or is no list of labels, ``UnknownName`` for a kind that is none.
     """
@@ -96,13 +166,22 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
             raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; call the one with labels 'label'")
         labels = archive[chosen[0]]
     where = f"{path}: {chosen[0]!r}"
+    if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # one number a sample, as Keras' datasets have it
+        labels = labels[:, 0]
     kind = kind or ("iou" if labels.ndim > 1 else "spearman" if labels.dtype.kind == "f" else "top1")
     right = labels.ndim > 1 if kind == "iou" else labels.ndim == 1
     if not right or labels.dtype.kind not in "iuf" or not labels.size or not np.isfinite(labels).all():
         wanted = "a class number for each place" if kind == "iou" else "one finite number a sample"
-        raise BadData(f"{where}: labels for {kind} are {wanted}, this is {labels.dtype}{list(labels.shape)}")
+        hint = _one_hot(labels)
+        raise BadData(
+            f"{where}: labels for {kind} are {wanted}, this is {labels.dtype}{list(labels.shape)}"
+            + (f"; {hint}" if hint else "")
+        )
     if kind != "spearman" and labels.dtype.kind == "f":
-        raise BadData(f"{where}: {kind} needs whole numbers as labels, these are {labels.dtype}")
+        hint = _one_hot(labels) or _whole(labels)
+        raise BadData(
+            f"{where}: {kind} needs whole numbers as labels, these are {labels.dtype}" + (f"; {hint}" if hint else "")
+        )
     return LabelMetric(kind, file_sha256(path), labels, where)
 
 

@@ -140,7 +140,8 @@ class Search:
         return (count + _SOURCES) * _SECONDS_A_CANDIDATE
 
     def _measure(self, rows: Sequence[CandidateResult], effort: Effort) -> None:
-        self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)
+        with self.budget.spending("measuring"):
+            self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)
 
     def _floor(self) -> float:
         return float(self.environment.get("noise_floor") or 0.0)

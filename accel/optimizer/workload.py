@@ -127,6 +127,8 @@ def workload(
     dim, found = read_lengths(lengths, signature, data) if lengths is not None else ("", [])
     if dim in wanted:
         raise UsageError(f"the size of {dim!r} is given twice; leave it out of --sizes")
+    for size in found:
+        signature.known({dim: size})
     mix = tuple(_feeds(signature, data, {**wanted, dim: size}) for size in _few(found)) if found else ()
     mix = mix or (_feeds(signature, data, wanted),)
     for feeds in mix if batch is not None or lengths is not None else ():
@@ -192,7 +194,8 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
     found: list[int] = []
     for part in data.batches(_READ_AT_ONCE):
         if masks:
-            found += [max(1, int(n)) for n in (part[masks[0]] != 0).sum(axis=1)]
+            # A shorter one is padded to the next length that the model takes.
+            found += [signature.dims[dim].up(int(n)) for n in (part[masks[0]] != 0).sum(axis=1)]
         else:
             found += [int(part[spec.name].shape[axis])] * len(part[spec.name])
     return found
@@ -224,9 +227,9 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
     for dim, size in sizes.items():
         known = signature.dims[dim]
         if not known.min <= size <= known.max:
-            fix = f"{min(known.min, size)}:{known.opt}:{max(known.max, size)}"
             raise BadInputSpec(
-                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass --dim {dim}={fix}"
+                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass --dim "
+                f"{dim}={known.to_hold(size)}"
             )
 
 
@@ -234,7 +237,7 @@ def _feeds(signature: Signature, data: SampleStream | None, sizes: Mapping[str, 
     """A sample of the data, cut or repeated to ``sizes``, or random inputs of that shape."""
     if data is None:
         return signature.example_inputs(**sizes)
-    first = next(data.batches(1, signature.fixed_batch or 1), None)
+    first = next(data.batches(1, signature.batch_unit), None)
     if first is None:
         raise BadData(f"{data.path} has too few samples for the model's fixed batch; add some")
     return data.shaped({**signature.check_feeds(first), **sizes}) if sizes else first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from accel.plan.spec import ModelSpec
+
+# The inputs of one sample, without a batch dim: in turn or by name.
+Sample = Sequence[Any] | Mapping[str, Any]
 
 # What transformers' configs call the shape of a decoder.
 _NAMES = {
@@ -22,7 +25,7 @@ _NAMES = {
 }
 
 
-def spec_of(module: torch.nn.Module, sample: Sequence[Any] | None = None) -> ModelSpec:
+def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
     """``module`` in numbers: parameters (shared ones once), the largest block, the transformer's shape where its
     ``config`` has one; with ``sample`` (the inputs of one sample, without a batch dim) activations and FLOPs of a
     trial."""
@@ -55,7 +58,14 @@ def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def trial(module: torch.nn.Module, sample: Sequence[Any]) -> tuple[int, float]:
+def sample_of(inputs: Any) -> Sample:
+    """A training sample's ``inputs``: a tuple and a dict as they are, one tensor as the only one."""
+    if isinstance(inputs, Mapping):
+        return inputs
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+
+def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
     """Bytes that stay for the backward pass, and FLOPs of the forward pass, for one sample in float32.
 
     Measured as the difference between a batch of four and one of two, so that what doesn't grow with the batch is out.
@@ -68,8 +78,9 @@ def trial(module: torch.nn.Module, sample: Sequence[Any]) -> tuple[int, float]:
     return max(0, (four[0] - two[0]) // 2), max(0.0, (four[1] - two[1]) / 2)
 
 
-def _forward(module: torch.nn.Module, sample: Sequence[Any], batch: int) -> tuple[int, float]:
-    tensors = [torch.as_tensor(value) for value in sample]
+def _forward(module: torch.nn.Module, sample: Sample, batch: int) -> tuple[int, float]:
+    named = sample if isinstance(sample, Mapping) else {}
+    tensors = [torch.as_tensor(value) for value in (named.values() if named else sample)]
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     state: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in _state(module).items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -77,7 +88,8 @@ def _forward(module: torch.nn.Module, sample: Sequence[Any], batch: int) -> tupl
     with mode, count_flops() as counter:
         inputs = [torch.empty((batch, *value.shape), dtype=value.dtype) for value in tensors]
         with SavedBytes(state.values()) as saved:
-            kept = torch.func.functional_call(module, state, tuple(inputs))
+            arguments = () if named else tuple(inputs)
+            kept = torch.func.functional_call(module, state, arguments, dict(zip(named, inputs, strict=False)))
         held = saved.bytes
         del kept
     return held, float(counter.get_total_flops())

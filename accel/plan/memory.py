@@ -115,36 +115,55 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
-    """Bytes of activations on the first stage at its fullest moment; None where the model's shape isn't known.
+    """Bytes of activations at the fullest moment on the fullest rank of a pipeline or on that of its last stage,
+    whichever holds more; None where the model's shape isn't known.
 
-    A stage of L / p layers holds as many micro-batches as are in flight: all of them in GPipe, min(p, m) in 1F1B and
-    the zero-bubble schedule with the same limit, times 1 + (p - 1) / (p v) with v interleaved chunks (Korthikanti et
-    al. 2022, section 4.2.3). Without a pipeline what follows the last layer counts too: 4 s b V / t of float32
-    log-probabilities, the inputs of the last norm and of the head, token ids and targets. With ``full``, one layer is
-    recomputed at a time and held whole.
+    A rank of L / p layers holds them of as many micro-batches as are ``in_flight``. On the last stage what follows the
+    last layer counts too, of one micro-batch, in GPipe of all: 4 s b V / t of float32 log-probabilities, the inputs of
+    the last norm and of the head, token ids and targets. With ``full``, one layer is recomputed at a time and held
+    whole.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
             return None
         element = PRECISIONS[layout.precision][4]
         return spec.activation_bytes * layout.micro_batch * element / 4
-    layers = -(-spec.layers // layout.pp)
-    flight = 1.0
-    if layout.pp > 1:
-        flight = layout.accumulation if layout.pipeline == "gpipe" else min(layout.pp, layout.accumulation)
-        if layout.pipeline == "interleaved":
-            flight *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
-    held = layers * flight * layer_activations(spec, layout)
-    if layout.recompute == "full":
-        held += layer_activations(spec, replace(layout, recompute="none"))
-    if layout.pp == 1 and spec.vocab:
+    each = -(-spec.layers // layout.pp) * layer_activations(spec, layout)
+    first, last = in_flight(layout)
+    held = first * each
+    if spec.vocab:
         element = PRECISIONS[layout.precision][4]
-        tail = spec.seq * layout.micro_batch / layout.cp
+        tokens = spec.seq * layout.micro_batch / layout.cp
         narrow = layout.tp if layout.sequence_parallel else 1
         wide = 4 if layout.precision.startswith("autocast") else element
-        held += 4 * tail * -(-spec.vocab // layout.tp) + (wide / narrow + element) * tail * spec.hidden
-        held += (8 / narrow + 16) * tail
+        tail = 4 * tokens * -(-spec.vocab // layout.tp) + (wide / narrow + element) * tokens * spec.hidden
+        tail += (8 / narrow + 16) * tokens
+        held = max(held, last * each + (last if layout.pipeline == "gpipe" else 1) * tail)
+    if layout.recompute == "full":
+        held += layer_activations(spec, replace(layout, recompute="none"))
     return held
+
+
+def in_flight(layout: Layout) -> tuple[float, float]:
+    """Of how many micro-batches a rank holds its layers' activations at the fullest moment: the fullest rank, which is
+    that of the first stage, and the one that has the last stage.
+
+    GPipe: all m. 1F1B: p and 1 (Narayanan et al. 2021, section 2.2). Interleaved, v chunks in rounds of r
+    micro-batches: ((v - 1) r + 2 p - 1) / v, with r = p the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3,
+    and ((v - 1) r + 1) / v. Zero-bubble (Qi et al. 2024, section 6): p, where the V turns; the rank that has the first
+    and the last stage begins with 2 p - 1 forward passes of its first half, and ends one of its second. None holds more
+    than there are.
+    """
+    p, m, v = layout.pp, layout.accumulation, layout.chunks
+    if p == 1:
+        return 1.0, 1.0
+    if layout.pipeline == "zero-bubble":
+        return min(p, m), (min(2 * p - 1, m) + 1) / 2
+    first, last = {"gpipe": (float(m), float(m)), "1f1b": (float(p), 1.0)}.get(layout.pipeline, (0.0, 0.0))
+    if layout.pipeline == "interleaved":
+        a_round = m // max(1, m // p)
+        first, last = ((v - 1) * a_round + 2 * p - 1) / v, ((v - 1) * a_round + 1) / v
+    return min(m, first), min(m, last)
 
 
 def temporary(spec: ModelSpec, layout: Layout) -> float:

@@ -32,7 +32,9 @@ class Plan:
                 "tensor parallel cuts heads and layers; pass --layers, --hidden, --heads and --seq with --tp"
             )
         if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
-            raise BadConfig(f"{spec.kv_heads} heads don't divide by tp {layout.tp}; use a divisor")
+            raise BadConfig(
+                f"{spec.heads} heads ({spec.kv_heads} of keys and values) don't divide by tp {layout.tp}; use a divisor"
+            )
         if layout.cp > 1 and not spec.is_transformer:
             raise BadConfig(
                 "context parallel cuts sequences and heads; pass --layers, --hidden, --heads and --seq with --cp"
@@ -213,8 +215,7 @@ def search(
     pipeline: str = "1f1b",
     fixed: Mapping[str, Any] | None = None,
 ) -> list[Plan]:
-    """The layouts that fit ``machine.hbm`` bytes a rank, fastest first; of equals one that recomputes nothing, then the
-    one that leaves most memory.
+    """The layouts that fit ``machine.hbm`` bytes a rank, fastest first, and of equally fast ones as ``preferred`` says.
     ``fixed``: fields of ``Layout`` (``zero``, ``tp``, ``hpz``, ...) that every one of them is to have just so.
 
     Raises ``BadConfig`` with the least that any layout needs, where none fits.
@@ -251,8 +252,22 @@ def search(
             f"{least / 1e9:.4g} GB of the "
             f"{machine.usable / 1e9:.4g} GB that may be filled; use more ranks or a smaller global batch"
         )
-    # Elementwise work that runs again costs a little that is not in the estimate.
-    return sorted(fitting, key=lambda plan: (plan.time.step, plan.layout.recompute != "none", plan.memory.total))
+    return sorted(fitting, key=lambda plan: (plan.time.step, preferred(plan)))
+
+
+def preferred(plan: Plan) -> tuple[float, ...]:
+    """What of two layouts with the same estimated time comes first, the smaller one: what the estimate leaves out.
+
+    One that recomputes nothing (elementwise work that runs again costs a little); then the one that sends least; the
+    one of fewest pipeline stages, then of fewest tensor- and context-parallel ranks; the largest micro-batch, which
+    keeps a device busiest; of those the simplest: nothing on the host, no second shards, no replicas, the lowest ZeRO
+    stage.
+    """
+    layout = plan.layout
+    # Sums of the same bytes in another order differ in their last bits.
+    sent = float(f"{sum(plan.sent.values()):.9g}")
+    simple = (layout.offload, layout.hpz, layout.replicate, layout.zero)
+    return (layout.recompute != "none", sent, layout.pp, layout.tp * layout.cp, -layout.micro_batch, *simple)
 
 
 def _powers(largest: int) -> Iterator[int]:

@@ -64,16 +64,20 @@ class ModelSpec:
     flops: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.params:
-            if not (self.layers and self.hidden):
-                raise BadConfig("nothing says how large the model is; pass --params, or --layers, --hidden and --vocab")
-            object.__setattr__(self, "params", transformer_params(self.layers, self.hidden, self.vocab, self.seq))
-        if min(self.params, self.layers, self.hidden, self.heads, self.vocab, self.seq) < 0:
+        if not self.params and not (self.layers and self.hidden):
+            raise BadConfig("nothing says how large the model is; pass --params, or --layers, --hidden and --vocab")
+        if min(self.params, self.layers, self.hidden, self.heads, self.kv_heads, self.vocab, self.seq) < 0:
             raise BadConfig("the model's shape has a negative number; sizes start at 1")
         if self.heads and self.hidden % self.heads:
             raise BadConfig(f"hidden {self.hidden} doesn't divide by {self.heads} heads; correct one of them")
+        if self.kv_heads and not self.heads:
+            raise BadConfig(f"nothing says how many heads share --kv-heads {self.kv_heads}; pass --heads too")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise BadConfig(f"{self.heads} heads can't share --kv-heads {self.kv_heads} evenly; use a divisor")
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
+        if not self.params:
+            object.__setattr__(self, "params", transformer_params(self))
 
     @property
     def is_transformer(self) -> bool:
@@ -98,12 +102,17 @@ class ModelSpec:
         return (self.params - self.embedding) // self.layers if self.layers else 0
 
 
-def transformer_params(layers: int, hidden: int, vocab: int, seq: int) -> int:
-    """Parameters of a GPT with tied embeddings: 12 L h^2 (1 + 13/(12 h)) + (V + s) h.
+def transformer_params(spec: ModelSpec) -> int:
+    """Parameters of a GPT of ``spec``'s shape with tied embeddings: 12 L h^2 (1 + 13/(12 h)) + (V + s) h, of grouped
+    queries less 2 L (h^2 + h) (1 - a_kv / a).
 
-    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", equation 2.
+    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", equation 2: of the
+    12 h^2 + 13 h of a layer, keys and values are 2 (h^2 + h). They have a_kv heads where queries have a in Ainslie et
+    al. 2023, "GQA: Training Generalized Multi-Query Transformer Models", section 2.2.
     """
-    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + seq) * hidden
+    h = spec.hidden
+    grouped = 2 * (spec.heads - spec.kv_heads) * (h // spec.heads) * (h + 1) if spec.heads else 0
+    return spec.layers * (12 * h**2 + 13 * h - grouped) + (spec.vocab + spec.seq) * h
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ import math
 import os
 import re
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
-from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
+from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange, one_line
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # the environment variable that names a library of operators to register
+CONVOLUTION = "FusedConv2d"  # what the names of accel's convolutions begin with
 _FATAL = 4  # onnxruntime's log severity: what it says of an error is in the exception, too
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
@@ -144,12 +146,12 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings.inter_op_num_threads = 1
     settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     settings.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVELS[options.graph_level])
-    _register_operators(settings)
     path = artifact.path
     if not path.is_file():
         raise InvalidModel(f"{path} does not exist; check the path")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; export it again")
+    _register_operators(settings, path)
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.NotImplemented as error:
@@ -162,11 +164,21 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"ONNX Runtime can't load {path} ({_reason(error)}); export it again") from error
 
 
-def _register_operators(settings: Any) -> None:
-    """Those in C++ of the library that the environment names; without it the bodies in the file are what runs."""
+def _register_operators(settings: Any, path: Path) -> None:
+    """Those in C++ of the library that the environment names; without it the bodies in the file are what runs.
+
+    Convolutions have their sizes in their names, which no library can know before: it is told those of this model.
+    """
     given = os.environ.get(OPERATORS)
     if not given:
         return
+    from accel.sources.onnx_file import all_nodes, read_proto
+
+    model = read_proto(path)
+    nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph)]
+    names = {node.op_type for node in nodes if node.domain == "accel" and node.op_type.startswith(CONVOLUTION)}
+    for at, name in enumerate(sorted(names)):
+        settings.add_session_config_entry(f"custom_op.{CONVOLUTION}.{at}", name)
     try:
         settings.register_custom_ops_library(given)
     except _FAILURES as error:
@@ -178,7 +190,7 @@ def _register_operators(settings: Any) -> None:
 
 def _reason(error: BaseException) -> str:
     """The runtime's message in one line, without what ours says already: the kind of error and the path."""
-    text = " ".join(str(error).split())
+    text = one_line(error, None)
     text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
     text = re.sub(r"^(Load model from .*? failed: ?)?(This is an invalid model\. )?", "", text)
     return text[:240].rstrip(" .")

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from accel.artifact import Artifact
-from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnknownName, UnsupportedHere
+from accel.errors import (
+    BadFeeds,
+    InvalidModel,
+    MissingExtra,
+    RunFailed,
+    UnknownName,
+    UnsupportedHere,
+    one_line,
+    shortened,
+)
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
 
@@ -223,11 +232,11 @@ class OpenVinoSession(BaseSession):
         self._model = self._core = None
 
 
-def reason(error: BaseException) -> str:
-    """OpenVINO's own words without the source lines of its C++."""
+def reason(error: BaseException, most: int = 300) -> str:
+    """OpenVINO's own words, ``most`` characters of them, without the source lines of its C++."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [re.sub(r"^Check '.*?' failed at \S+:\d+:?", "", re.sub(r"^Exception from \S+:\d+:?", "", n)) for n in lines]
-    return " ".join(" ".join(said).split())[:300].strip(". ") or type(error).__name__
+    return shortened(one_line(" ".join(said), None).strip(". "), most) or type(error).__name__
 
 
 def _settings(options: SessionOptions, capabilities: list[str]) -> Mapping[str, Any]:

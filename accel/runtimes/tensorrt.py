@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadFeeds, InvalidModel, UnsupportedHere
+from accel.errors import AccelError, BadFeeds, InvalidModel, UnsupportedHere, one_line
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.runtimes.cuda_graph import CudaGraph
 from accel.runtimes.cuda_memory import CudaRuntime, DeviceMemory
@@ -21,7 +21,6 @@ from accel.runtimes.tensorrt_toolkit import (
     PLUGIN_LIBRARY,
     Log,
     engine_problem,
-    find_plugin_library,
     load_plugin_library,
     load_toolkit,
     make_logger,
@@ -202,7 +201,7 @@ class TensorRTSession(BaseSession):
         return engine
 
     def _reason(self) -> str:
-        return " ".join(self._log.errors[0].split())[:300] if self._log.errors else "TensorRT gives no reason"
+        return one_line(self._log.errors[0]) if self._log.errors else "TensorRT gives no reason"
 
     def close(self) -> None:
         """Free the context, the engine, the buffers and the stream. Doing it again does nothing."""
@@ -334,16 +333,15 @@ def check_bytes(artifact: Artifact) -> None:
 
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
     """What an engine needs beside itself: accel's plugin library, where nodes of it are taken by that. Which file that
-    is, this machine says: a manifest may come from anywhere. ``UnsupportedHere`` where there is none."""
+    is, this machine says: a manifest may come from anywhere. ``UnsupportedHere`` where there is none, and what
+    ``load_plugin_library`` raises."""
     if PLUGIN_LIBRARY not in dict(artifact.properties.get("plugins") or {}).values():
         return
-    library = find_plugin_library(capability)
-    if library is None:
+    if load_plugin_library(trt, capability) is None:
         raise UnsupportedHere(
             f"{artifact.path} calls accel's plugins for TensorRT and none for this GPU are here; run accel kernels "
             f"build --arch native --tensorrt-include DIR, or build it again without them: {rebuild(artifact)}"
         )
-    load_plugin_library(trt, library)
 
 
 def rebuild(artifact: Artifact, capability: str | None = None) -> str:

@@ -84,13 +84,15 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
     """The toolkit's members for the capabilities asked for, each once; ``UnsupportedHere`` lists what there is."""
     if asked and not offered:
         raise UnsupportedHere(
-            f"{toolkit} builds only for the GPU of the machine it runs on; leave out --compute-capability, or build "
-            "with --target tensorrt-rtx"
+            f"{toolkit} builds only for the GPU of the machine it runs on; leave out --compute-capability, or for an "
+            "RTX GPU build with --target tensorrt-rtx"
         )
     for text in asked:
         if check_capability(text) not in offered:
+            other = ", or for a data-centre GPU build with --target tensorrt where that GPU is"
             raise UnsupportedHere(
-                f"{toolkit} can't build for compute capability {text}; it offers {', '.join(offered)}"
+                f"{toolkit} can't build for compute capability {text}; it offers {', '.join(offered)}: "
+                f"name one of these{other if toolkit != 'tensorrt' else ''}"
             )
     return [offered[text] for text in dict.fromkeys(asked)]
 
@@ -142,29 +144,28 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
     return " and ".join(reasons) or None
 
 
-def find_plugin_library(capability: str) -> Path | None:
-    """The library of accel's plugins for a GPU of this compute capability (``9.0``); None where none was built."""
-    from accel.kernels.bridges import find_tensorrt_plugins
+def load_plugin_library(trt: Any, capability: str) -> Path | None:
+    """Register accel's plugins for a GPU of this compute capability (``9.0``) with TensorRT, once a process; the
+    library they are in, None where none was built.
+
+    A session, a build and a check of an engine all load it here. Raises ``BadConfig`` where the environment names a
+    library and TensorRT can't load it, ``UnsupportedHere`` where that is one that was built: nothing goes on without it
+    in silence.
+    """
+    from accel.kernels.bridges import TENSORRT_CHOSEN, find_tensorrt_plugins
 
     major, minor = (int(part) for part in capability.split("."))
-    return find_tensorrt_plugins((major, minor))
-
-
-def load_plugin_library(trt: Any, library: Path) -> None:
-    """Register the plugins of ``library`` with TensorRT, once a process.
-
-    Raises ``BadConfig`` where the environment names it and TensorRT can't load it, ``UnsupportedHere`` for another.
-    """
-    from accel.kernels.bridges import TENSORRT_CHOSEN
-
+    library = find_tensorrt_plugins((major, minor))
+    if library is None:
+        return None
     registry = trt.get_plugin_registry()
     if registry.get_creator("FusedGemm", "1", "") is not None:
-        return
+        return library
     reason = "it is no such file"
     if library.is_file():  # None is TensorRT's word for every failure
         try:
             if registry.load_library(str(library)) is not None:
-                return
+                return library
             reason = "TensorRT refuses it"
         except (RuntimeError, TypeError) as error:
             reason = one_line(error)

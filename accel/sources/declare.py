@@ -14,7 +14,7 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 # What may stand for an input: "x:float32[batch,3]", or by name ("float32", ("batch", 3)), or a TensorSpec.
 Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
-Dims = Mapping[str, "DimRange | tuple[int, int, int] | str"]
+Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ def declare(
     """Decorate a factory (a function without arguments that returns an ``nn.Module``) with its signature.
 
     ``inputs``: as in ``accel.export``. ``outputs``: names for what ``forward`` returns, in order. ``dims``: ranges of
-    dynamic dims as (min, opt, max). ``weights``: called when accel opens the source, returns the files that the
-    factory reads; their sha256 start the manifest's chain.
+    dynamic dims as (min, opt, max), or (min, opt, max, step) where only multiples of the step fit. ``weights``: called
+    when accel opens the source, returns the files that the factory reads; their sha256 start the manifest's chain.
     """
     declaration = Declaration(
         inputs=parse_inputs(inputs), outputs=tuple(outputs), dims=parse_dims(dims or {}), weights=weights
@@ -75,7 +75,7 @@ def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
 
 
 def parse_dims(dims: Dims) -> dict[str, DimRange]:
-    """``{"batch": (1, 8, 64)}`` or ``{"batch": "1:8:64"}`` as ranges."""
+    """``{"batch": (1, 8, 64)}`` or ``{"batch": "1:8:64"}``, with a step ``(16, 32, 64, 4)``, as ranges."""
     found: dict[str, DimRange] = {}
     for name, value in dims.items():
         if isinstance(value, DimRange):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,15 @@ def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
                 raise InvalidModel(f"tensor {tensor.name!r} points to {location!r} outside the model's folder; refused")
             names[location] = None
     return tuple(names)
+
+
+def all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+    """Those of ``graph`` and of the graphs in their attributes."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from all_nodes(inner)
 
 
 def opset_of(model: onnx.ModelProto) -> int:

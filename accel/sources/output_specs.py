@@ -2,24 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
-from accel.signature import Dim, Signature, TensorSpec
+from accel.signature import Dim, DimRange, Signature, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# What nets that halve an image again and again, and windows, take multiples of.
+_STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
 def probe_cases(signature: Signature) -> list[dict[str, int]]:
     """The usual sizes, then for each dynamic dim another size of it with the rest as they were."""
     cases = [dict(signature.sizes())]
     for dim, bounds in signature.dims.items():
-        size = next((s for s in (bounds.opt + 1, bounds.opt + 2, bounds.opt - 1, bounds.opt - 2) if s <= bounds.max), 0)
+        others = (bounds.opt + steps * bounds.step for steps in (1, 2, -1, -2))
+        size = next((s for s in others if s <= bounds.max), 0)
         if size >= bounds.min and size != bounds.opt:
             cases.append(signature.sizes(**{dim: size}))
     return cases
+
+
+def step_advice(signature: Signature, runs: Callable[[Mapping[str, int]], bool]) -> str:
+    """What to add to the message about a model that doesn't run at every size of ``signature``: the ranges to pass with
+    the smallest step at whose multiples it ``runs``, for those dims that can't go without. Empty where no such step is
+    found."""
+    batch = signature.batch_dim
+    free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
+    known: dict[tuple[int, ...], bool] = {}
+
+    def fits(ranges: Signature) -> bool:
+        for case in _tried(ranges):
+            sizes = tuple(case.values())
+            if sizes not in known:
+                known[sizes] = runs(case)
+            if not known[sizes]:
+                return False
+        return True
+
+    for step in _STEPS:
+        found = {d: r for d in free if (r := _in_steps(signature.dims[d], step)) is not None}
+        if not found:
+            break
+        stepped = signature.with_dims(found)
+        if not fits(stepped):
+            continue
+        for dim in found:
+            for looser in (signature.dims[dim], replace(found[dim], step=1)):
+                every = replace(stepped, dims={**stepped.dims, dim: looser})
+                if fits(every):
+                    stepped = every
+                    break
+        if not any(stepped.dims[d].step == step for d in found):  # it was only too large or too small
+            return ""
+        ranges = " ".join(f"--dim {d}={stepped.dims[d]}" for d in found if stepped.dims[d] != signature.dims[d])
+        return f"; it runs at multiples of {step}: pass {ranges}"
+    return ""
+
+
+def _tried(signature: Signature) -> list[dict[str, int]]:
+    batch = signature.batch_dim
+    smallest = {d: r.min for d, r in signature.dims.items() if d != batch}
+    return [*probe_cases(signature), signature.sizes(**smallest)]
+
+
+def _in_steps(bounds: DimRange, step: int) -> DimRange | None:
+    """``bounds`` as far as there are multiples of ``step`` in it; None with less than two of them."""
+    found = DimRange.within(bounds.min, bounds.opt, bounds.max, step)
+    return found if found is not None and found.min < found.max else None
 
 
 def output_specs(

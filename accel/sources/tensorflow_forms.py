@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from accel.errors import AccelError, BadSource, InvalidModel, one_line
+from accel.errors import AccelError, BadSource, InvalidModel, one_line, whole_sentences
 from accel.sources.tensorflow_graph import freeze_function, freeze_session_graph, strip_dropout
 from accel.sources.tensorflow_model import Frozen, Loaded, dtype_name, plain_name
 from accel.sources.tensorflow_source import TensorFlowSpec
@@ -31,7 +31,7 @@ def load(spec: TensorFlowSpec) -> Loaded:
         raise
     except Exception as error:
         raise InvalidModel(
-            f"{spec.path} can't be read as {_NAMES[spec.form]} ({one_line(error)}); save it again"
+            f"{spec.path} can't be read as {_NAMES[spec.form]} ({whole_sentences(error).rstrip('.')}); save it again"
         ) from error
 
 
@@ -132,7 +132,7 @@ def _keras(spec: TensorFlowSpec) -> Loaded:
 
 
 def _keras_problem(error: Exception) -> str:
-    text = one_line(error)
+    text, said = one_line(error), whole_sentences(error, 160).rstrip(".")
     if "No model config" in text or "weights-only" in text or "not a valid `.keras`" in text:
         return (
             "holds no model that Keras can build, only weights (or nothing of Keras); load them into the model they "
@@ -144,8 +144,8 @@ def _keras_problem(error: Exception) -> str:
             "it, and export FILE.py:FUNCTION"
         )
     if "Unknown layer" in text or "Could not locate" in text or "Could not deserialize" in text:
-        return f"needs Python code that is not in it ({text[:160]}); export a FILE.py:FUNCTION that returns the model"
-    return f"can't be read as a Keras model ({text[:160]}); save it again with model.save('model.keras')"
+        return f"needs Python code that is not in it ({said}); export a FILE.py:FUNCTION that returns the model"
+    return f"can't be read as a Keras model ({said}); save it again with model.save('model.keras')"
 
 
 def _from_keras(model: Any, where: str) -> Loaded:
@@ -173,7 +173,27 @@ def _from_keras(model: Any, where: str) -> Loaded:
         found = model(given, training=False)
         return [found[key] for key in structure] if isinstance(structure, dict) else tf.nest.flatten(found)
 
-    return _from_call(call, kinds, inputs, names, keep=model)
+    try:
+        return _from_call(call, kinds, inputs, names, keep=model)
+    except Exception as error:
+        raise _untraceable(where, kinds, inputs, error) from error
+
+
+def _untraceable(
+    where: str, kinds: Sequence[Any], inputs: Sequence[tuple[str, str, list[int | None] | None]], error: Exception
+) -> BadSource:
+    """A model that Keras runs, and can't make a graph of: bilinear ``UpSampling2D`` over open sizes, for one."""
+    said = whole_sentences(error, 160).rstrip(".")
+    if all(kind.shape.rank is None or all(kind.shape[1:].as_list()) for kind in kinds):
+        return BadSource(f"{where} is read, but Keras can't make a graph of it ({said}); take that layer out of it")
+    fix = "build it with a keras.Input of fixed sizes"
+    if len(inputs) == 1 and (shape := inputs[0][2]):
+        sizes = ", ".join("SIZE" if size is None else str(size) for size in shape[1:]) + "," * (len(shape) == 2)
+        fix = (
+            f"fix them: export a FILE.py:FUNCTION that takes x = keras.Input(({sizes}), name={inputs[0][0]!r}) and "
+            "returns keras.Model(x, model(x))"
+        )
+    return BadSource(f"{where} is read, but Keras can't make a graph of it while its sizes are open ({said}); {fix}")
 
 
 def _read_graph(path: str) -> Any:

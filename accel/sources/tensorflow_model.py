@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
 from accel.signature import BATCH, Dim, DimRange, Signature, TensorSpec
-from accel.sources.output_specs import output_specs, probe_cases
+from accel.sources.output_specs import output_specs, probe_cases, step_advice
 from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def describe(
         refuse_random(frozen, spec.path, stripped=spec.strip)
         bounds |= index_bounds(frozen)
     last: AccelError | None = None
+    tried: Signature | None = None
     odd: dict[str, Any] | None = None
     for larger in (None, *_LARGER):
         for named in _namings(model.inputs, spec.path, inputs):
@@ -117,7 +118,8 @@ def describe(
             try:
                 outputs, sound = _probe(model, signature, spec, doubled=free if larger else ())
             except BadSource as error:
-                last = last or error
+                if last is None:
+                    last, tried = error, signature
                 continue
             if sound and free:
                 signature = _without_too_small(model, signature, free, spec)
@@ -133,7 +135,8 @@ def describe(
             odd = odd or found
     if odd is None:
         assert last is not None
-        raise last
+        assert tried is not None
+        raise _with_step(last, tried, model, spec)
     return odd  # it gives what is no number, or nothing, at every size
 
 
@@ -203,6 +206,22 @@ def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
     import numpy as np
 
     return all(v.size and (v.dtype.kind != "f" or np.isfinite(v).all()) for v in outputs.values())
+
+
+def _with_step(error: AccelError, signature: Signature, model: Loaded, spec: TensorFlowSpec) -> AccelError:
+    """``error``, which the model gave at a size of ``signature``, with the step that its sizes may be in."""
+
+    def runs(sizes: Mapping[str, int]) -> bool:
+        try:
+            _called(model, signature.example_inputs(**sizes), spec.path)
+        except BadSource:
+            return False
+        return True
+
+    general = "; correct --input or --dim"
+    if not str(error).endswith(general) or not (fix := step_advice(signature, runs)):
+        return error
+    return BadSource(str(error).removesuffix(general) + fix)
 
 
 def _without_too_small(model: Loaded, signature: Signature, free: Sequence[str], spec: TensorFlowSpec) -> Signature:

@@ -12,7 +12,7 @@ import torch
 
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec
-from accel.sources.output_specs import output_specs, probe_cases
+from accel.sources.output_specs import output_specs, probe_cases, step_advice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,10 +142,21 @@ def discover_outputs(
         except Exception as error:
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
             reason = one_line(error, 200)
-            raise BadSource(f"{where} fails in PyTorch on {shapes}: {reason}; correct --input or --dim") from error
+            fix = step_advice(signature, lambda case: _can_run(named, signature, case))
+            raise BadSource(
+                f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct --input or --dim'}"
+            ) from error
     first = runs[0]
     if not first:
         raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
     if names and len(names) != len(first):
         raise BadInputSpec(f"{where} returns {len(first)} tensors ({', '.join(first)}), {len(names)} names were given")
     return output_specs(signature, cases, runs, where, dict(zip(first, names, strict=False)))
+
+
+def _can_run(module: NamedModule, signature: Signature, sizes: Mapping[str, int]) -> bool:
+    try:
+        run_named(module, signature, signature.example_inputs(**sizes))
+    except Exception:  # why it fails is known already
+        return False
+    return True

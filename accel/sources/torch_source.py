@@ -76,7 +76,7 @@ def open_torch(
     unknown = [d for d in ranges if d not in bare.dims]
     if unknown:
         raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
-    signature = Signature(specs, (), {d: r for d, r in {**declared, **ranges}.items() if d in bare.dims})
+    signature = Signature(specs, (), {d: r for d, r in declared.items() if d in bare.dims}).with_dims(ranges)
     found.module.eval()
     names = found.outputs if not given or found.outputs else ()
     signature = replace(signature, outputs=discover_outputs(found.module, signature, names, spec))
@@ -282,16 +282,19 @@ def _from_exported_program(path: Path) -> Found:
             if isinstance(size, int):
                 shape.append(size)
                 continue
-            symbol = str(size.node.expr)
+            written = str(size.node.expr)
+            step, symbol = _multiple_of(size.node.expr)
             dim = "batch" if axis == 0 and symbol not in dims else symbol
-            dim = next((d for d, s in dims.items() if s[0] == symbol), dim)
+            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # other multiples of the same number
+                dim = f"{symbol}_in_steps_of_{step}"
+            dim = next((d for d, s in dims.items() if s[0] == written), dim)
             opt = int(tensor.shape[axis])
             interval = bounds.get(symbol)
-            low = max(1, int(interval.lower)) if interval is not None else 1
+            low = step * max(1, int(interval.lower)) if interval is not None else step
             high = max(8, 4 * opt)
             if interval is not None and interval.upper < _ANY_SIZE:
-                high = min(int(interval.upper), max(high, _DECLARED))
-            dims[dim] = (symbol, DimRange(min(low, opt), opt, max(opt, high)))
+                high = min(step * int(interval.upper), max(high, _DECLARED // step * step))
+            dims[dim] = (written, DimRange(min(low, opt), opt, max(opt, high), step))
             shape.append(dim)
         specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
     return Found(
@@ -301,6 +304,14 @@ def _from_exported_program(path: Path) -> Found:
         inputs=tuple(specs),
         dims={d: r for d, (_, r) in dims.items()},
     )
+
+
+def _multiple_of(expression: Any) -> tuple[int, str]:
+    """The step of a dim that was exported as ``step * Dim(...)`` and that symbol; 1 and all of it of any other."""
+    factor, symbol = expression.as_coeff_Mul()
+    if factor.is_Integer and factor > 1 and symbol.is_Symbol:
+        return int(factor), str(symbol)
+    return 1, str(expression)
 
 
 class _Program(torch.nn.Module):

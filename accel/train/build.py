@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.errors import BadConfig, BadData
-from accel.plan.measure import blocks, trial
-from accel.train import context_parallel, tensor_parallel
+from accel.errors import BadConfig, BadData, one_line
+from accel.plan.measure import blocks, sample_of, trial
+from accel.train import context_parallel, tensor_check, tensor_parallel
 from accel.train import loss as losses
 from accel.train.compression import PowerSGD, compress
 from accel.train.config import TrainConfig
@@ -35,36 +38,66 @@ class Built:
     inputs: Sequence[str]
     memory: PowerSGD | None = None  # of the compression of gradients
     flops: float = 0.0  # of one sample, forward and backward; 0 where nobody asked or it can't be known
+    alike: bool = False  # whether all ranks hold the same gradients after a backward pass
 
 
-def make(spec: str) -> Any:
-    """What the factory ``package.module:name`` or ``file.py:name`` makes."""
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the user's code draws the same on every rank, after every resume, and each time: from torch, NumPy and
+    ``random``, of which the last two go on afterwards as if nothing had been."""
+    before, array = random.getstate(), np.random.get_state()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(array)
+
+
+def make(spec: str, seed: int) -> Any:
+    """What the factory ``package.module:name`` or ``file.py:name`` makes; importing and calling it are ``seeded``."""
     from accel.sources.python_object import load_object
     from accel.sources.torch_source import call_factory
 
-    return call_factory(load_object(spec, "factory")[1], spec)
+    with seeded(seed):
+        factory = load_object(spec, "factory")[1]
+    with seeded(seed):
+        return call_factory(factory, spec)
 
 
 def make_data(config: TrainConfig) -> Any:
     """The training samples of ``config``, packed where it says so. Raises ``BadData`` where the factory makes something
     else."""
-    data = make(config.data)
-    if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    data = make(config.data, config.seed)
+    # An IterableDataset of torch's has a __getitem__, which only raises.
+    iterated = isinstance(data, Mapping | torch.utils.data.IterableDataset)
+    if iterated or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
             f"{config.data} made a {type(data).__name__}; a data factory makes a list or another map-style dataset "
             "(__len__ and __getitem__), an iterable one can't be gone on with at a step (docs/training.md)"
         )
-    if len(data) and not (isinstance(data[0], tuple | list) and len(data[0]) == 2):
+    if not len(data):
+        raise BadData(f"{config.data} made a {type(data).__name__} without a sample; give data (docs/training.md)")
+    try:
+        sample = data[0]
+    except Exception as error:  # whatever a user's own code raises
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise BadData(
-            f"a sample of {config.data} is a {type(data[0]).__name__}; it has to be (inputs, targets) "
-            "(docs/training.md)"
+            f"sample 0 of {config.data} can't be fetched ({reason}); a dataset takes numbers from 0 to "
+            f"{len(data) - 1} (docs/training.md)"
+        ) from error
+    if not (isinstance(sample, tuple | list) and len(sample) == 2):
+        raise BadData(
+            f"a sample of {config.data} is a {type(sample).__name__}; it has to be (inputs, targets) (docs/training.md)"
         )
     return Packed(data, config.pack) if config.pack else data
 
 
-def make_model(spec: str) -> nn.Module:
-    """The model of a factory. Raises ``BadConfig`` where that makes something else."""
-    made = make(spec)
+def make_model(spec: str, seed: int) -> nn.Module:
+    """The model of a factory, the same on every rank. Raises ``BadConfig`` where that makes something else."""
+    made = make(spec, seed)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, nn.Module):
         raise BadConfig(f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module (docs/training.md)")
@@ -74,8 +107,7 @@ def make_model(spec: str) -> nn.Module:
 def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[Any]) -> Built:
     """This rank's part of ``config``'s model, cut, recomputed and sharded as it says."""
     p, mode = config.parallel, config.precision.resolved
-    torch.manual_seed(config.seed)  # the same weights on every rank
-    module = make_model(config.model).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
+    module = make_model(config.model, config.seed).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)
     flops = _flops(module, data) if config.peak_flops and ranks.rank == 0 else 0.0
     if isinstance(data, Packed):
@@ -89,6 +121,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     styles = tensor_parallel.match(module, config.tensor_parallel) if ranks.tp is not None else {}
     if p.sequence_parallel:
         tensor_parallel.check_sequence(module, styles)
+    tried = tensor_check.try_whole(module, styles, config, ranks, data) if ranks.tp is not None else None
     if ranks.pp is not None:
         from accel.train import pipeline
 
@@ -96,6 +129,9 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         module = pipeline.whole(stages)
     if ranks.tp is not None:
         tensor_parallel.distribute(module, ranks.tp, styles, sequence=p.sequence_parallel)
+        if tried is not None and ranks.pp is None:  # a stage alone has no sample
+            exact = parameter_dtype(mode) == torch.float32 and not config.precision.tf32
+            tensor_check.check_same(module, tried, ranks.tp, exact=exact)
     ddp = ranks.tp is None and ranks.pp is None
     if ranks.pp is not None:
         for stage in stages:
@@ -104,14 +140,13 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module), hpz=p.hpz)
     if p.qwz or p.qgz:
         set_quantized(called, ranks.averaged // p.replicate, gather=p.qwz, reduce=p.qgz)
+    alike = isinstance(called, DistributedDataParallel)
     memory = compress(called, p) if isinstance(called, DistributedDataParallel) else None
     passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)
-    return Built(module=module, passes=passes, inputs=inputs, memory=memory, flops=flops)
+    return Built(module=module, passes=passes, inputs=inputs, memory=memory, flops=flops, alike=alike)
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
     """Of a sample: the backward pass takes twice the forward pass; what is computed again for it doesn't count."""
-    sample = data[0][0][0] if isinstance(data, Packed) else data[0][0]
-    if isinstance(sample, Mapping):
-        return 0.0
-    return 3 * trial(module, tuple(sample) if isinstance(sample, tuple | list) else (sample,))[1]
+    inputs = data[0][0]
+    return 3 * trial(module, sample_of(inputs[0] if isinstance(data, Packed) else inputs))[1]

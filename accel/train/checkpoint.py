@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from accel.errors import BadCheckpoint, BadConfig, CannotWrite
+from accel.errors import BadCheckpoint, BadConfig, CannotWrite, one_line
 from accel.train.config import CheckpointConfig
 
 dcp: Any = torch.distributed.checkpoint  # its names are not declared as exported
@@ -156,7 +156,7 @@ class Checkpoints:
                 "name one of them"
             )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)
-        best = self.best()
+        best = self.standing()
         if math.isnan(value) or (best is not None and best["value"] >= value):
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -170,6 +170,12 @@ class Checkpoints:
         except (OSError, ValueError):
             return None
         return body
+
+    def standing(self) -> dict[str, Any] | None:
+        """The best so far by ``config.best``, where its checkpoint is there: a run that was killed between noting and
+        writing it, or is asked for another metric now, has none."""
+        best = self.best()
+        return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """On rank 0: note what was measured of ``step`` after it was saved, and keep what is kept now."""
@@ -282,7 +288,7 @@ def _reason(error: BaseException) -> str:
     while first is not None:  # torch.save hides what the disk said behind what it didn't expect
         said = str(first) if isinstance(first, OSError) else said
         first = first.__cause__ or first.__context__
-    return " ".join(said.split())[-200:]
+    return one_line(said, None)[-200:]
 
 
 def _crc32(file: Path) -> int:

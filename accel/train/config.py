@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel.errors import BadConfig
+from accel.errors import BadConfig, one_line
 
 # Precision modes; the names of apex stand for the modes they describe. See ``accel.train.precision``.
 MODES = ("fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16", "bf16-only", "fp16-only")
@@ -181,7 +181,7 @@ class TrainConfig:
         except FileNotFoundError:
             raise BadConfig(f"{path} does not exist; give a training config, e.g. examples/digits.toml") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-            raise BadConfig(f"{path} is no TOML file ({' '.join(str(error).split())}); correct it") from error
+            raise BadConfig(f"{path} is no TOML file ({one_line(error, None)}); correct it") from error
         for text in overrides:
             override(body, text)
         return cls.from_dict(body)

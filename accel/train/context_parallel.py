@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from accel.errors import BadConfig, BadData
+from accel.errors import BadConfig, BadData, one_line
 from accel.train.attention import AroundAttention
 from accel.train.config import TrainConfig
 from accel.train.inputs import call, to_device
@@ -92,7 +92,7 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
         except BadConfig:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise BadConfig(f"the model can't be run with its sequence cut after {name} ({reason}); {_FIX}") from error
     module.train()
     right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)

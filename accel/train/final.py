@@ -2,8 +2,8 @@
 
 model-00001-of-0000N.safetensors  whole tensors, and model.safetensors.index.json
 config.json                       the factory (spec), sha256 of each file, the training config, metrics, the signature
-inputs.safetensors                the inputs of 64 samples: where the factory declares no signature, names and ranges
-come from them
+inputs.safetensors                the inputs of up to 64 samples: where the factory declares no signature, names and
+ranges come from them
 NAME.py                           the factory's file (of file.py:factory) and what it imported from beside it
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accel.artifact import file_sha256
-from accel.errors import CannotWrite
+from accel.errors import CannotWrite, one_line
 from accel.sources.python_object import SOURCE
 from accel.sources.train_folder import CONFIG, INDEX, INPUTS
 from accel.train.config import TrainConfig
@@ -86,8 +86,11 @@ def write_run(
 
     factory = load_object(config.model, "factory")[1]
     declaration = getattr(factory, "__accel__", None)
-    count = min(64, len(data))
-    stacked = torch.utils.data.default_collate([data[i] for i in range(count)])[0]
+    samples = [data[i] for i in range(min(64, len(data)))]
+    try:
+        stacked = torch.utils.data.default_collate(samples)[0]
+    except RuntimeError:  # a micro-batch of 1 takes samples of different lengths, which can't be stacked
+        stacked = torch.utils.data.default_collate(samples[:1])[0]
     if config.pack:  # positions and documents are training's own
         stacked = stacked[0]
     signature = None
@@ -95,7 +98,7 @@ def write_run(
         signature = {
             "inputs": [str(spec) for spec in declaration.inputs],
             "outputs": list(declaration.outputs),
-            "dims": {name: [r.min, r.opt, r.max] for name, r in declaration.dims.items()},
+            "dims": {name: r.to_json() for name, r in declaration.dims.items()},
         }
     write_final(
         folder,
@@ -107,6 +110,20 @@ def write_run(
         signature=signature,
         code=code,
     )
+
+
+def input_options(folder: Path) -> list[str]:
+    """What ``accel export`` has to be told of the inputs of the model in ``folder``, a run's ``final/``, where it gets
+    the factory and a checkpoint alone: ``--input`` for each as ``inputs.safetensors`` has them, nothing where the
+    factory declares them."""
+    from safetensors.torch import load_file
+
+    from accel.sources.torch_source import specs_from_example
+
+    if json.loads((folder / CONFIG).read_text())["signature"] is not None:
+        return []
+    specs = specs_from_example(torch.nn.Identity(), load_file(str(folder / INPUTS)))
+    return [word for spec in specs for word in ("--input", str(spec))]
 
 
 def sources(spec: str) -> dict[str, bytes]:
@@ -163,7 +180,7 @@ def write_final(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise CannotWrite(
-            f"{folder} could not be written ({' '.join(str(error).split())[:200]}); free some space and run it again, "
+            f"{folder} could not be written ({one_line(error, 200)}); free some space and run it again, "
             "the last checkpoint is whole"
         ) from error
     old = folder.with_name(f".{folder.name}.old")

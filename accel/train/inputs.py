@@ -29,6 +29,15 @@ def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
 
 
+def moved(targets: Any, device: torch.device) -> Any:
+    """Targets on ``device``, each in its own type: one tensor, a tuple of them, or a dict by name."""
+    if isinstance(targets, Mapping):
+        return {name: moved(value, device) for name, value in targets.items()}
+    if isinstance(targets, tuple | list):
+        return tuple(moved(value, device) for value in targets)
+    return targets.to(device)
+
+
 def input_names(module: nn.Module) -> list[str]:
     """The parameters of ``module``'s ``forward``."""
     return list(inspect.signature(type(module).forward).parameters)[1:]

@@ -24,7 +24,7 @@ from accel.errors import AccelError, BadConfig, TrainingFailed
 from accel.progress import report
 from accel.train import watchdog
 from accel.train.config import TrainConfig
-from accel.train.log import LOG
+from accel.train.log import BOARD, LOG
 from accel.train.rank import ERRORS, RESULT
 from accel.train.rules import problems, runnable
 
@@ -51,7 +51,7 @@ def train(
     runnable(config)
     out.mkdir(parents=True, exist_ok=True)
     if fresh:
-        for name in ("checkpoints", "final"):
+        for name in ("checkpoints", "final", BOARD):
             shutil.rmtree(out / name, ignore_errors=True)
         (out / LOG).unlink(missing_ok=True)
     shutil.rmtree(out / ERRORS, ignore_errors=True)

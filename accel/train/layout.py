@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from accel.train import watchdog
 from accel.train.config import TrainConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_FOREVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,12 @@ class Ranks:
         return self.tp is None or self.tp.get_local_rank() == 0
 
 
+def patience(config: TrainConfig) -> timedelta:
+    """How long ranks wait for one another in a collective: as long as whoever watches the run lets the first step take,
+    so that a rank that hangs is named, and one that evaluates or writes for long isn't given up before."""
+    return timedelta(seconds=max(1800.0, watchdog.START * config.hang_seconds)) if config.hang_seconds else _FOREVER
+
+
 def join(config: TrainConfig) -> Ranks:
     """Join the process group that the environment describes (torchrun's variables); alone without one."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -56,9 +65,9 @@ def join(config: TrainConfig) -> Ranks:
     if world == 1:
         return Ranks(rank=0, world=1, device=device)
     if not dist.is_initialized():
-        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
+        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=patience(config))
     p = config.parallel
-    saving = dist.new_group(backend="gloo")
+    saving = dist.new_group(backend="gloo", timeout=patience(config))
     samples = config.data_ranks(world)
     common: dict[str, Any] = {"rank": rank, "world": world, "device": device, "saving": saving, "data_ranks": samples}
     if p.tp == p.pp == 1:

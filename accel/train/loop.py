@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel.errors import BadConfig, BadData, TrainingFailed
+from accel.errors import BadConfig, BadData, TrainingFailed, one_line
 from accel.train import loss as losses
 from accel.train import tensor_parallel, watchdog
-from accel.train.build import build, make_data, make_model
+from accel.train.build import build, make_data, make_model, seeded
 from accel.train.checkpoint import Checkpoints
 from accel.train.config import TrainConfig
 from accel.train.data import loader
@@ -27,7 +27,15 @@ from accel.train.final import gather, set_metrics, sources, write_run
 from accel.train.layout import Ranks
 from accel.train.log import LOG, StepLog
 from accel.train.passes import Batch, take
-from accel.train.precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss
+from accel.train.precision import (
+    ADVICE,
+    LossScale,
+    MasterOptimizer,
+    gradient_norm,
+    scale_gradients,
+    scales_loss,
+    share_of_squares,
+)
 from accel.train.rules import runnable
 from accel.train.schedule import learning_rate
 
@@ -49,9 +57,10 @@ class Trainer:
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
-        self.evaluate: Callable[[nn.Module], Mapping[str, float]] | None = (
-            load_object(config.evaluate, "metric")[1] if config.evaluate else None
-        )
+        with seeded(config.seed):  # importing it may split data as importing the data factory does
+            self.evaluate: Callable[[nn.Module], Mapping[str, float]] | None = (
+                load_object(config.evaluate, "metric")[1] if config.evaluate else None
+            )
         self.built = build(config, ranks, self.loss, self.data)
         self.module = self.built.module
         self.code = sources(config.model)  # as it is now: whoever edits it while this trains doesn't change this
@@ -66,6 +75,7 @@ class Trainer:
         self.expected = 0.0  # targets that the last step counted
         self.checked = ranks.tp is None  # whether what tensor parallel doesn't cut was seen to stay the same
         self.metrics: dict[str, float] = {}
+        self.reordered: list[str] = []  # what changed since the checkpoint so that the order of samples did
         self.log: StepLog | None = None  # rank 0 alone has one, while it runs
         self.written = True  # whether no rank wrote a checkpoint in the background when this step's losses were added
 
@@ -82,6 +92,15 @@ class Trainer:
                 log.note(ADVICE[self.config.precision.mode])
             if self.step:
                 log.note(f"resumed from step {self.step}")
+            if self.reordered:
+                log.note(
+                    f"{', '.join(self.reordered)} changed: the samples come in another order from here on, and this "
+                    "epoch may see some of them again and others not at all"
+                )
+            if not self.config.peak_flops:
+                log.note("MFU isn't shown; --peak-flops=989e12, of one device a second, shows it (an H100 in bf16)")
+            elif not self.built.flops:
+                log.note(f"MFU isn't shown: on fake tensors {self.config.model} can't be run, or has no products")
         last: dict[str, float] = {}
         try:
             while self.step < self.config.steps:
@@ -96,7 +115,7 @@ class Trainer:
         watchdog.beat(self.out)
         self.finish()
         self.metrics = self._told(self.metrics)  # rank 0 measured them, and each machine is told
-        best = self.checkpoints.best() if self.config.checkpoint.best else None
+        best = self.checkpoints.standing()
         better = {"best": best} if best is not None and best["step"] != self.step else {}
         return {"steps": self.step, **last, "metrics": self.metrics, **better}
 
@@ -141,21 +160,25 @@ class Trainer:
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
         if not ranks.counts:
             seen.zero_()
+        parameters = self.optimizer.parameters
+        alike = self.built.alike
+        squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
+        # Whether anybody still writes a checkpoint travels with the loss, and so do the squares of gradients that all
+        # ranks hold alike, a part from each: no collective more, and all know it.
+        seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)))
         if ranks.world > 1:
-            # Whether anybody still writes a checkpoint travels with the loss: no collective more, and all know it.
-            seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing])))
             dist.all_reduce(seen)
-        total_loss, counted, *writing = seen.tolist()
-        self.written = not any(writing)
+        total_loss, counted, writing, square = seen.tolist()
+        self.written = not writing
         if counted == 0:
             raise BadData(f"no target of step {self.step + 1} is counted (all are -100); give data with targets")
         back = expected / (self.scale.scale * counted)
         self.expected = counted
-        parameters = self.optimizer.parameters
         if not self.checked and ranks.tp is not None:
             self.checked = True
             tensor_parallel.check_replicated(zip(self.optimizer.names, parameters, strict=True), ranks.tp)
-        norm = float(gradient_norm(parameters, ranks.pp.get_group() if ranks.pp is not None else None)) * back
+        stages = ranks.pp.get_group() if ranks.pp is not None else None
+        norm = (math.sqrt(square) if alike else float(gradient_norm(parameters, stages))) * back
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
         # No loss scale mends a weight that is no number.
@@ -250,10 +273,11 @@ class Trainer:
         name = self.config.evaluate
         model = self._whole(state)
         try:
-            found = self.evaluate(model)
+            with seeded(self.config.seed):
+                found = self.evaluate(model)
         except Exception as error:
             traceback.print_exc()
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"{type(error).__name__}: {one_line(error)}"
             raise TrainingFailed(
                 f"evaluate {name} failed at step {self.step} ({reason}; its traceback is in {self.out / 'ranks.log'})"
             ) from error
@@ -274,7 +298,7 @@ class Trainer:
         return metrics
 
     def _whole(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
-        model = make_model(self.config.model)
+        model = make_model(self.config.model, self.config.seed)
         model.load_state_dict(dict(state))
         return model.eval()
 
@@ -313,6 +337,7 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "world": self.ranks.world,
             "expected": self.expected,
+            "samples": len(self.data),
         }
         if memory is not None:
             begun = any(name.startswith("compression.") for name in state)
@@ -343,6 +368,14 @@ class Trainer:
         self.metrics = dict(run["metrics"])
         self.expected = float(run["expected"])
         self.step = int(run["step"])
+        before = run["config"]
+        self.reordered = [
+            name
+            for name in ("data", "global_batch", "seed", "drop_last", "pack")
+            if before.get(name, getattr(self.config, name)) != getattr(self.config, name)
+        ]
+        if run.get("samples", len(self.data)) != len(self.data):
+            self.reordered.append("the number of samples")
 
     def finish(self) -> None:
         """The last checkpoint, ``final/``, and then the last evaluation: one that fails doesn't cost the weights."""

@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from accel.errors import BadConfig
 from accel.train import loss as losses
 from accel.train.context_parallel import part
-from accel.train.inputs import call, to_device
+from accel.train.inputs import call, moved, to_device
 from accel.train.precision import autocast, parameter_dtype
 from accel.train.zero import micro_batch
 
-# Inputs and targets; no targets where a rank only takes part.
-Batch = tuple[Any, torch.Tensor | None]
+# Inputs and targets, each one tensor, a tuple or a dict of them; no targets where a rank only takes part.
+Batch = tuple[Any, Any]
 
 
 class Passes(Protocol):
@@ -49,13 +50,22 @@ class Accumulated:
                 if y is None:
                     take_part(outputs)
                     continue
-                targets = y.to(self.device) if self.cp is None else part(y.to(self.device), self.cp)
+                targets = moved(y, self.device)
+                if self.cp is not None:
+                    targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = losses.summed(self.loss, outputs, targets)
                     del outputs  # the largest tensor there is; what the backward pass needs of it, the loss has kept
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
+
+
+def one_tensor(targets: Any, who: str) -> torch.Tensor:
+    """``targets``, where they are one. Raises ``BadConfig``."""
+    if not isinstance(targets, torch.Tensor):
+        raise BadConfig(f"{who} cuts targets; let the data give them as one tensor, no tuple or dict")
+    return targets
 
 
 def take_part(outputs: torch.Tensor) -> None:

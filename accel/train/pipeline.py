@@ -22,16 +22,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor.parallel import loss_parallel
 
-from accel.errors import BadConfig
+from accel.errors import BadConfig, one_line
 from accel.plan.measure import blocks, count_flops
 from accel.train import loss as losses
 from accel.train.config import TrainConfig
 from accel.train.inputs import call, to_device
 from accel.train.layout import Ranks
-from accel.train.passes import Batch
+from accel.train.passes import Batch, one_tensor
 from accel.train.precision import autocast, parameter_dtype
 
-_SCHEDULES: dict[str, Any] = {
+SCHEDULES: dict[str, Any] = {
     "gpipe": torch_schedules.ScheduleGPipe,
     "1f1b": torch_schedules.Schedule1F1B,
     "interleaved": torch_schedules.ScheduleInterleaved1F1B,
@@ -65,6 +65,19 @@ class Stage(nn.Module):
         # What goes to the next stage is sent as it lies in memory, and gloo and NCCL refuse a transposed view.
         found: torch.Tensor = x.contiguous() if isinstance(x, torch.Tensor) else x
         return found
+
+
+class _Place(PipelineStage):
+    """Torch's stage. To learn shapes it runs the module once more before the first step, all but the first of them on
+    memory that nobody wrote: that is to leave nothing in the statistics of a batch norm."""
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+        before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        try:
+            return super()._compute_outputs(*args, module=module, **kwargs)
+        finally:
+            for buffer, value in before:
+                buffer.data.copy_(value)  # of its data: autograd is to take what it kept for unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +133,7 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
     except BadConfig:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise BadConfig(
             f"the pipeline's chain can't be run ({reason}); each part takes what the one before gave"
         ) from error
@@ -214,8 +227,8 @@ class Pipelined:
         self.count = config.accumulation(ranks.world)
         self.pairs: list[torch.Tensor] = []
         group = ranks.pp.get_group()
-        made = [PipelineStage(s.module, s.index, s.count, ranks.device, group=group) for s in stages]
-        kind = _SCHEDULES[config.parallel.pipeline]
+        made = [_Place(s.module, s.index, s.count, ranks.device, group=group) for s in stages]
+        kind = SCHEDULES[config.parallel.pipeline]
         self.first, self.last = any(s.is_first for s in made), any(s.is_last for s in made)
         self.schedule = kind(
             made if config.parallel.pipeline in TWO_STAGES else made[0],
@@ -239,7 +252,9 @@ class Pipelined:
             if any(isinstance(x, Mapping) for x, _ in batches):
                 raise BadConfig("a pipeline takes inputs by position; let the data give tensors or tuples, no dicts")
             inputs = to_device(tuple(map(torch.cat, zip(*given, strict=True))), self.ranks.device, self.dtype)
-        target = torch.cat([y for _, y in batches if y is not None]).to(self.ranks.device) if self.last else None
+        target = None
+        if self.last:
+            target = torch.cat([one_tensor(y, "a pipeline") for _, y in batches]).to(self.ranks.device)
         with loss_parallel():  # the backward pass of a cut vocabulary runs inside
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:

@@ -215,6 +215,15 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
     return total.sqrt()
 
 
+def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
+    """The sum of the squares of the ``rank``-th of ``ranks`` parts of the gradients, a float32 scalar: where all ranks
+    hold the same gradients, those of all parts add up to the square of ``gradient_norm``, and none reads them all."""
+    gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
+    parts = [g[g.numel() * rank // ranks : g.numel() * (rank + 1) // ranks] for g in gradients]
+    device = gradients[0].device if gradients else torch.device("cpu")
+    return _squares([part for part in parts if part.numel()], device)
+
+
 def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not tensors:
         return torch.zeros((), device=device)

@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import AccelError, BadConfig
+from accel.errors import AccelError, BadConfig, one_line
 from accel.train import watchdog
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(config_file: Path, out: Path) -> int:
         body = {
             "rank": rank,
             "time": time.time(),
-            "error": f"{type(error).__name__}: {' '.join(str(error).split())}",
+            "error": f"{type(error).__name__}: {one_line(error, None)}",
             "message": str(error) if isinstance(error, AccelError) else "",
             "kind": type(error).__name__,
             "traceback": traceback.format_exc(),

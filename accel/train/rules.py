@@ -160,9 +160,10 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
     yield from _pipeline(config, world_size)
     if p.pp > 1 and config.shape.layers and config.shape.layers < p.pp:
         yield f"{config.shape.layers} layers can't be cut into {p.pp} pipeline stages; use a smaller pp"
-    if config.shape.heads % p.tp:
-        yield f"{config.shape.heads} heads don't divide by tp {p.tp}; use a divisor"
     heads, kv_heads, seq = config.shape.heads, config.shape.kv_heads, config.shape.seq
+    if heads % p.tp or kv_heads % p.tp:
+        grouped = f" ({kv_heads} of keys and values)" if kv_heads else ""
+        yield f"{heads} heads{grouped} don't divide by tp {p.tp}; use a divisor"
     if heads % p.cp or kv_heads % p.cp or seq % p.cp:
         yield (
             f"{heads} heads ({kv_heads or heads} of keys and values) and a sequence of {seq} "

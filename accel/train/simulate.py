@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.plan.measure import SavedBytes
+from accel.plan.measure import SavedBytes, count_flops
 from accel.plan.traffic import ring
+from accel.train.inputs import call
 from accel.train.loss import cross_entropy
+from accel.train.pipeline import SCHEDULES, TWO_STAGES, Stage, balance, chain, places
 from accel.train.precision import MasterOptimizer, parameter_dtype
 from accel.train.recompute import recompute
 from accel.train.tensor_parallel import distribute, match
@@ -102,6 +105,74 @@ def simulate(
                 stepper.step()
             found.optimizer = _bytes(stepper.tensors())
     return found
+
+
+def simulate_pipeline(
+    factory: Callable[[], torch.nn.Module],
+    inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    *,
+    pp: int,
+    pipeline: str,
+    accumulation: int,
+    again: str = "none",
+) -> list[int]:
+    """Bytes that autograd has saved on each rank of a pipeline at its fullest: micro-batches of ``inputs`` go through
+    the stages that ``factory``'s model is cut into, in the order of torch's schedule, in float32.
+
+    A backward pass in two halves frees what was saved in its second one. No process group may exist.
+    """
+    with _fake_world(pp):
+        turns = _turns(pp, pipeline, accumulation)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = factory()
+        recompute(module, again)
+        x, y = inputs()
+        names = chain(module)
+        runs = balance(_costs(module, names, x), 1 + max(stage for rank in turns for _, stage in rank))
+        saved = []
+        for index, run in enumerate(runs):
+            stage = Stage({names[i]: module.get_submodule(names[i]) for i in run}, "fp32")
+            with SavedBytes(module.parameters()) as kept:
+                out = stage(x)
+                loss = cross_entropy(out, y) if index == len(runs) - 1 else None
+            saved.append(kept.bytes)
+            x = out.detach().requires_grad_()
+            del out, loss
+    return [_fullest(rank, saved) for rank in turns]
+
+
+def _turns(pp: int, pipeline: str, batches: int) -> list[list[tuple[str, int]]]:
+    """What each rank computes in turn, and of which stage: F forward, B backward, or I and W, its halves."""
+    mine = places(pp, pipeline)
+    count = sum(map(len, mine))
+    stages = [PipelineStage(torch.nn.Identity(), i, count, torch.device("cpu")) for i in mine[dist.get_rank()]]
+    made = SCHEDULES[pipeline](stages if pipeline in TWO_STAGES else stages[0], batches)
+    return [
+        [
+            (action.computation_type.value, action.stage_index)
+            for action in made.pipeline_order[rank]
+            if action is not None and (action.microbatch_index or 0) < batches
+        ]
+        for rank in range(pp)
+    ]
+
+
+@torch.no_grad()
+def _costs(module: torch.nn.Module, names: Sequence[str], x: Any) -> list[float]:
+    found = []
+    for name in names:
+        with count_flops() as counter:
+            x = call(module.get_submodule(name), x)
+        found.append(float(counter.get_total_flops()))
+    return found
+
+
+def _fullest(turns: Sequence[tuple[str, int]], saved: Sequence[int]) -> int:
+    held = most = 0
+    for kind, stage in turns:
+        held += {"F": saved[stage], "B": -saved[stage], "W": -saved[stage]}.get(kind, 0)
+        most = max(most, held)
+    return most
 
 
 def _meshes(ranks: int, tp: int, replicate: int, *, sharded: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:

@@ -23,7 +23,7 @@ STACKS = "stacks"
 _FRAME = re.compile(r'File "(.+?)", line (\d+) in (.+)')
 _ANSWER_SECONDS = 10.0
 # Imports, building the model and reading a checkpoint may take this many times longer than a step.
-_START = 10
+START = 10
 
 
 def clear(out: Path) -> None:
@@ -52,7 +52,7 @@ def beat(out: Path) -> None:
 def overdue(out: Path, hang_seconds: float) -> str:
     """What hasn't happened for too long: a step for ``hang_seconds``, or the first one for ten times that; "" if all
     is well."""
-    for sign, limit, what in ((ALIVE, hang_seconds, "step"), (STACKS, _START * hang_seconds, "first step")):
+    for sign, limit, what in ((ALIVE, hang_seconds, "step"), (STACKS, START * hang_seconds, "first step")):
         with suppress(OSError):
             silent = time.time() - (out / sign).stat().st_mtime
             return f"no {what} in {limit:g} s" if silent > limit else ""

@@ -110,7 +110,7 @@ def _given(record: Any, cache: StageCache) -> list[Link]:
         return [_file(what, path, record["input"])]
     links = [_sidecar(f"manifest of {path.name}", path)]
     try:
-        files = [path.parent / name for name in Manifest.read(manifest_path(path)).files]
+        files = list(Artifact.open(path).files)
     except ChainBroken:
         files = [path]
     found = combined_sha256([file_sha256(f) if f.is_file() else "" for f in files])

@@ -52,14 +52,14 @@ class Dataset:
     def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
         """Feeds of at most ``size`` samples (exactly the model's own batch where it is fixed), ``limit`` samples in
         all. A last batch that a fixed model can't take is left out."""
-        fixed = self.signature.fixed_batch
-        step = fixed or size
+        unit = self.signature.batch_unit
+        step = self.signature.fixed_batch or max(size // unit, 1) * unit
         left = len(self) if limit is None else limit
         for part in self.parts:
             count = len(part[self.signature.inputs[0].name])
             for start in range(0, count, step):
-                take = min(step, left, count - start)
-                if take <= 0 or (fixed and take < fixed):
+                take = min(step, left, count - start) // unit * unit
+                if take <= 0:
                     break
                 yield {spec.name: part[spec.name][start : start + take] for spec in self.signature.inputs}
                 left -= take
@@ -208,12 +208,18 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
             raise BadData(
                 f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it in that shape"
             )
-        if axis and isinstance(dim, str) and not signature.dims[dim].min <= size <= signature.dims[dim].max:
+        if axis and isinstance(dim, str):
             bounds = signature.dims[dim]
-            raise BadData(
-                f"{file}: {name!r} has {dim} {size}, outside {bounds.min}..{bounds.max}; "
-                f"pass --dim {dim}={min(bounds.min, size)}:{bounds.opt}:{max(bounds.max, size)}"
-            )
+            if size % bounds.step:
+                raise BadData(
+                    f"{file}: {name!r} has {dim} {size}, the model takes multiples of {bounds.step}; pad or cut it to "
+                    f"{bounds.beside(size)}"
+                )
+            if not bounds.min <= size <= bounds.max:
+                raise BadData(
+                    f"{file}: {name!r} has {dim} {size}, outside {bounds.min}..{bounds.max}; "
+                    f"pass --dim {dim}={bounds.to_hold(size)}"
+                )
     wanted = numpy_dtype(spec.dtype)
     if value.dtype.kind == "f" and not np.isfinite(value).all():
         rows = sorted({int(i) for i in np.argwhere(~np.isfinite(value))[:, 0]})

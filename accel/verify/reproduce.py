@@ -13,7 +13,7 @@ from accel.cache import StageCache
 from accel.child import resolve
 from accel.errors import AccelError, BadInputSpec, ChainBroken, GateFailed, UsageError
 from accel.progress import report
-from accel.signature import DimRange
+from accel.signature import DimRange, TensorSpec
 from accel.sources import open_source
 from accel.stage import StageConfig, path_sha256, run_stage, versions
 from accel.stage_table import get_stage
@@ -79,13 +79,21 @@ def config_of(record: Mapping[str, Any], given: Mapping[str, Path]) -> StageConf
 
 
 def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
-    if isinstance(value, Mapping) and set(value) == {"file", "sha256"}:
+    if isinstance(value, list):
+        return tuple(_value(stage, item, given) for item in value)
+    if not isinstance(value, Mapping):
+        return value
+    if set(value) == {"file", "sha256"}:
         if value["sha256"] not in given:
             raise UsageError(
                 f"stage {stage} was given {value['file']} (sha256 {value['sha256'][:12]}); pass it with --data"
             )
         return given[value["sha256"]]
-    return tuple(_value(stage, item, given) for item in value) if isinstance(value, list) else value
+    if {"min", "opt", "max"} <= set(value):
+        return DimRange(**value)
+    if {"name", "dtype", "shape"} <= set(value):
+        return TensorSpec(**value)
+    return {name: _value(stage, item, given) if isinstance(item, Mapping) else item for name, item in value.items()}
 
 
 def _source(manifest: Manifest) -> Artifact:
@@ -95,6 +103,9 @@ def _source(manifest: Manifest) -> Artifact:
     if not spec:
         raise ChainBroken("the manifest names no source; it can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
+    dims = manifest.signature.dims
+    if any(found.step != 1 for found in dims.values()):  # it may not even open at other sizes
+        arguments["dims"] = dims
     opener: Callable[..., Artifact] = open_source
     try:
         try:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact, text_sha256
 from accel.cache import StageCache
-from accel.errors import BadData, BadInputSpec, RunFailed
+from accel.errors import AccelError, BadData, BadInputSpec, BadSource, ChildCrashed, RunFailed, shortened
 from accel.progress import report
 from accel.runtimes.base import BaseSession, open_session
+from accel.signature import Feeds, TensorSpec
+from accel.sources.output_specs import step_advice
 from accel.stage import path_sha256
-from accel.verify.data import data_files
+from accel.verify.data import data_files, open_npz
 from accel.verify.gates import case_name, cast_feeds, gate_runtime
 from accel.verify.stream import SampleStream
 
@@ -28,15 +30,25 @@ def check_runs(src: Artifact) -> None:
 
     Raises ``BadInputSpec`` with the case that failed.
     """
+    signature = src.signature
     with open_session(src) as session:
-        for sizes in src.signature.cases():
+
+        def runs(sizes: Mapping[str, int]) -> bool:
             try:
-                session.run(src.signature.example_inputs(**sizes))
+                session.run(signature.example_inputs(**sizes))
+            except RunFailed:
+                return False
+            return True
+
+        for sizes in signature.cases():
+            try:
+                session.run(signature.example_inputs(**sizes))
             except RunFailed as error:
-                raise BadInputSpec(
-                    f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}); say which sizes it "
-                    "takes with --dim NAME=MIN:OPT:MAX, and which integers with --input 'NAME:int64[DIM]{LOW..HIGH}'"
-                ) from error
+                fix = step_advice(signature, runs) or (
+                    "; say which sizes it takes with --dim NAME=MIN:OPT:MAX[:STEP], and which integers with --input "
+                    "'NAME:int64[DIM]{LOW..HIGH}'"
+                )
+                raise BadInputSpec(f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}){fix}") from error
 
 
 def check_samples(src: Artifact, data: Path, limit: int | None = None, cache: StageCache | None = None) -> None:
@@ -64,6 +76,43 @@ def check_samples(src: Artifact, data: Path, limit: int | None = None, cache: St
         cache.put_record("samples", key, True)
 
 
+def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[TensorSpec]) -> AccelError:
+    """What to say in place of ``error``, which a model gave on ``feeds`` out of ``data``: the file, the input and the
+    number where an integer is outside the ``values`` of ``specs``. Data isn't refused for such a number before it was
+    run: what was found in a graph is no more than a likely range (a negative number may count from the end)."""
+    for spec in specs:
+        value = feeds.get(spec.name)
+        if value is None or spec.values is None or value.dtype.kind not in "iu":
+            continue
+        low, high = spec.values
+        above, below = value[value > high], value[value < low]
+        if not above.size and not below.size:
+            continue
+        wrong = int(above.flat[0] if above.size else below.flat[0])
+        why = f" ({shortened(_reason(error), 160)})"
+        if isinstance(error, ChildCrashed):
+            if str(wrong) not in str(error):
+                continue  # a process may die of much else
+            why = ""  # the library's own text: where in its graph it was
+        return BadData(
+            f"{_file_with(data, spec.name, wrong)}: {spec.name!r} holds {wrong}, outside {low}..{high}, and the model "
+            f"fails on it{why}; correct it or leave it out"
+        )
+    general = "; correct --input or --dim"
+    if isinstance(error, BadSource) and str(error).endswith(general):
+        return BadData(f"{str(error).removesuffix(general)}; correct the samples in {data}")
+    return error
+
+
+def _file_with(data: Path, name: str, number: int) -> Path:
+    """The first file of ``data`` whose array ``name`` holds ``number``."""
+    for file in data_files(data):
+        with open_npz(file) as archive:
+            if (archive[name] == number).any():
+                return file
+    return data
+
+
 def _count(src: Artifact, feeds: Mapping[str, np.ndarray]) -> int:
     return len(feeds[src.signature.inputs[0].name])
 
@@ -75,7 +124,7 @@ def _bad_sample(
     be run alone."""
     count = _count(session.artifact, feeds)
     where = f"samples {before} to {before + count - 1}" if count > 1 else f"sample {before}"
-    if session.signature.fixed_batch is None:
+    if session.signature.batch_unit == 1:
         for index in range(count):
             alone = {name: value[index : index + 1] for name, value in feeds.items()}
             try:
@@ -93,6 +142,6 @@ def _bad_sample(
     return BadData(f"{file}: the model can't run on {where}: {reason}; correct it or leave it out")
 
 
-def _reason(error: RunFailed) -> str:
+def _reason(error: AccelError) -> str:
     """Without the model and the shapes before it, and the advice after it."""
-    return str(error).partition(": ")[2].partition("; check")[0]
+    return str(error).partition(": ")[2].partition("; check")[0].partition("; correct --")[0]

@@ -81,8 +81,8 @@ class SampleStream:
 
     def _plan(self, size: int, limit: int | None) -> list[tuple[Path, int, int]]:
         """(file, first sample, how many) of each batch."""
-        fixed = self.signature.fixed_batch
-        step = fixed or size
+        unit = self.signature.batch_unit
+        step = self.signature.fixed_batch or max(size // unit, 1) * unit
         left = len(self) if limit is None else limit
         found = []
         for file in data_files(self.path):
@@ -90,8 +90,8 @@ class SampleStream:
                 break
             count = self._count(file)
             for start in range(0, count, step):
-                take = min(step, left, count - start)
-                if take <= 0 or (fixed and take < fixed):
+                take = min(step, left, count - start) // unit * unit
+                if take <= 0:
                     break
                 found.append((file, start, take))
                 left -= take

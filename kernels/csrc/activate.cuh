@@ -4,7 +4,7 @@
 #include "simt.cuh"
 
 ACCEL_DEVICE float activate(float x, int act) {
-  if (act == ACCEL_RELU) return fmaxf(x, 0.0f);
+  if (act == ACCEL_RELU) return relu(x);
   if (act == ACCEL_SILU) return times_sigmoid(x, x);
   if (act == ACCEL_GELU_ERF) return 0.5f * x * (1.0f + erff(x * 0.70710678f));
   // 0.5 x (1 + tanh u) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)

@@ -44,7 +44,8 @@ int accel_im2col(const void* x, void* columns, int element_size, int64_t images,
 int accel_widen(const void* from, int dtype, float* to, int64_t count, void* stream);
 
 // out (m, n) = act(row_scale * col_scale * (a @ b^T) + bias) + residual on tensor cores: a (m, k) and b (n, k) in dtype,
-// out and residual in out_dtype, all dense; every address and every row a multiple of 16 bytes. NULL: left out.
+// out and residual in out_dtype, all dense; every address and every row a multiple of 16 bytes; of int8 k is at most
+// 131071, so that no int32 sum overflows. NULL: left out.
 typedef struct {
   const void *a, *b;
   void* out;

@@ -38,6 +38,8 @@ int check(int config, const accel_gemm_problem* p) {
   // CUTLASS counts rows, columns and K in 32 bits.
   const int64_t largest = 2147483647;
   if (std::min({p->m, p->n, p->k}) < 1 || std::max({p->m, p->n, p->k}) > largest) return ACCEL_BAD_SIZE;
+  // 128 * 128 * K has to fit in an int32 sum.
+  if (p->dtype == ACCEL_INT8 && p->k > largest / (128 * 128)) return ACCEL_BAD_SIZE;
   const GemmConfig& chosen = configs()[config];
   if (p->dtype != chosen.dtype || p->out_dtype != chosen.out_dtype) return ACCEL_BAD_DTYPE;
   if (p->act < ACCEL_NONE || p->act > ACCEL_SILU) return ACCEL_BAD_ACT;

@@ -3,7 +3,9 @@
 
 struct Geometry {
   int64_t height, width, channels, out_height, out_width;
-  int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int kernel_h, kernel_w, stride_h, stride_w;
+  int64_t pad_h, pad_w;  // twice one is more than an int holds
+  int dilation_h, dilation_w;
 };
 
 template <class T>

@@ -24,6 +24,12 @@ ACCEL_DEVICE void narrow(float x, bf16_t* out) { *out = __float2bfloat16_rn(x); 
 // float8 e4m3fn, to nearest even, what is larger than 448 saturated, a NaN kept.
 ACCEL_DEVICE fp8_t to_fp8(float x) { return fp8_t{__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)}; }
 ACCEL_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
+// The larger of x and 0; a NaN stays one, which fmaxf would make a 0.
+ACCEL_DEVICE float relu(float x) {
+  float found;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(found) : "f"(x));
+  return found;
+}
 // x / (1 + exp(-u)). The exact quotient is a function call, and a call in an epilogue makes ptxas serialize every wgmma.
 ACCEL_DEVICE float times_sigmoid(float x, float u) { return __fdividef(x, 1.0f + __expf(-u)); }
 #else
@@ -79,6 +85,7 @@ inline fp8_t to_fp8(float x) {
   return {static_cast<uint8_t>(sign | (((exponent + 6) << 3) + steps))};
 }
 inline float divide(float x, float y) { return x / y; }
+inline float relu(float x) { return x < 0.0f ? 0.0f : x; }
 inline float times_sigmoid(float x, float u) { return x / (1.0f + std::exp(-u)); }
 
 template <class Kernel, class... Arguments>

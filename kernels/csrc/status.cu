@@ -7,7 +7,7 @@ extern "C" const char* accel_status_message(int status) {
   switch (status) {
     case ACCEL_OK: return "ok";
     case ACCEL_NULL_POINTER: return "a required pointer is NULL; pass every operand that is not optional";
-    case ACCEL_BAD_SIZE: return "a size is out of range; sizes start at 1, accel_gemv takes at most 16 rows";
+    case ACCEL_BAD_SIZE: return "a size is out of range; sizes start at 1, accel_gemv takes at most 16 rows, int8 a K of 131071";
     case ACCEL_BAD_DTYPE: return "no kernel for this dtype; see c_api.h for those that it takes";
     case ACCEL_BAD_ACT: return "no such activation; pass ACCEL_NONE to ACCEL_SILU";
     case ACCEL_NO_DEVICE: return "no NVIDIA GPU or driver here; run the reference instead";

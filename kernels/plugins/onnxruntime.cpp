@@ -1,23 +1,20 @@
-// accel::FusedGemm_* and accel::QuantizeRowwise_* as operators of ONNX Runtime on the CPU: the reference in C++, fp32
-// sums (int8: exact ones) and epilogue as on a GPU, one rounding. Products with scales, or of int8 and fp8, are those
-// that torch's export writes (gemm_nn); what has no operator here, ONNX Runtime inlines the body of.
-#define ORT_API_MANUAL_INIT
-#include <onnxruntime_cxx_api.h>
-#undef ORT_API_MANUAL_INIT
-
-#include <cmath>
+// accel's operators for ONNX Runtime on the CPU: the reference in C++, fp32 sums (int8: exact ones) and epilogue as on
+// a GPU, one rounding. Products with scales, or of int8 and fp8, are those that torch's export writes (gemm_nn); what
+// has no operator here, ONNX Runtime inlines the body of.
+//
+// FusedGemm_* and QuantizeRowwise_* are all here from the start. FusedConv2d_* have their sizes in their names: which of
+// them a model has, the session's options say, as custom_op.FusedConv2d.0, custom_op.FusedConv2d.1 and so on.
+#include <map>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "../csrc/activate.cuh"
+#include "onnxruntime_conv2d.h"
+#include "onnxruntime_values.h"
 
 namespace {
-using Type = ONNXTensorElementDataType;
-constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-               kBf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
-               kFp8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN;
-
 struct Spec {
   std::string name;
   bool matrices, transposed;  // gemm_nn and gemm_nt take matrices only; of gemm_nt, b is (N, K)
@@ -37,47 +34,6 @@ struct Spec {
   }
 };
 
-[[noreturn]] void refuse(const std::string& name, const char* why) {
-  throw Ort::Exception("accel::" + name + ": " + why, ORT_INVALID_ARGUMENT);
-}
-
-float widen(int8_t x) { return x; }
-float widen(fp8_t x) {
-  const int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
-  float value = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(1.0f * fraction, -9);
-  if ((x.bits & 0x7f) == 0x7f) value = std::nanf("");
-  return x.bits & 0x80 ? -value : value;
-}
-using ::widen;
-
-template <class T>
-std::vector<float> widened_as(const Ort::ConstValue& value) {
-  const T* from = static_cast<const T*>(value.GetTensorRawData());
-  const size_t count = value.GetTensorTypeAndShapeInfo().GetElementCount();
-  std::vector<float> wide(count);
-  for (size_t i = 0; i < count; ++i) wide[i] = widen(from[i]);
-  return wide;
-}
-
-std::vector<float> widened(const Ort::ConstValue& value) {
-  switch (value.GetTensorTypeAndShapeInfo().GetElementType()) {
-    case kHalf: return widened_as<half_t>(value);
-    case kBf16: return widened_as<bf16_t>(value);
-    case kInt8: return widened_as<int8_t>(value);
-    case kFp8: return widened_as<fp8_t>(value);
-    default: return widened_as<float>(value);
-  }
-}
-
-// An operand for each of ``count`` rows or columns; empty where there is none.
-std::vector<float> vector_of(const Spec& spec, bool there, const Ort::KernelContext& context, size_t& next,
-                             int64_t count, const char* wrong) {
-  if (!there) return {};
-  std::vector<float> found = widened(context.GetInput(next++));
-  if (static_cast<int64_t>(found.size()) != count) refuse(spec.name, wrong);
-  return found;
-}
-
 // Sum: float as on a GPU, double for int8, whose products it adds exactly.
 template <class Out, class Sum>
 void compute(const Spec& spec, const Ort::KernelContext& context) {
@@ -94,15 +50,10 @@ void compute(const Spec& spec, const Ort::KernelContext& context) {
 
   const auto a = widened(context.GetInput(0)), b = widened(context.GetInput(1));
   size_t next = 2;
-  const auto bias = vector_of(spec, spec.bias, context, next, n, "the bias has to have N elements");
-  const auto by_row = vector_of(spec, spec.row, context, next, rows, "the row scale has to have M elements");
-  const auto by_col = vector_of(spec, spec.col, context, next, n, "the column scale has to have N elements");
-  std::vector<float> residual;
-  if (spec.residual) {
-    if (context.GetInput(next).GetTensorTypeAndShapeInfo().GetShape() != out_shape)
-      refuse(spec.name, "the residual has to have the shape of the output");
-    residual = widened(context.GetInput(next));
-  }
+  const auto bias = vector_of(spec.name, spec.bias, context, next, n, "the bias has to have N elements");
+  const auto by_row = vector_of(spec.name, spec.row, context, next, rows, "the row scale has to have M elements");
+  const auto by_col = vector_of(spec.name, spec.col, context, next, n, "the column scale has to have N elements");
+  const auto residual = residual_of(spec.name, spec.residual, context, next, out_shape);
   Out* out = static_cast<Out*>(context.GetOutput(0, out_shape).GetTensorMutableRawData());
   std::vector<Sum> sums(static_cast<size_t>(n));
   for (int64_t row = 0; row < rows; ++row) {
@@ -171,20 +122,6 @@ void run(const Rows& spec, const Ort::KernelContext& context) {
   if (spec.dtype == kFp8) quantize_rows(x, shape[0], shape[1], 448.0f, static_cast<fp8_t*>(q), scales);
 }
 
-template <class What>
-struct Kernel {
-  const What& spec;
-
-  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
-    try {
-      run(spec, Ort::KernelContext(raw));
-      return nullptr;
-    } catch (const std::exception& error) {
-      return Ort::Status(error).release();
-    }
-  }
-};
-
 struct FusedGemm : Ort::CustomOpBase<FusedGemm, Kernel<Spec>, true> {
   explicit FusedGemm(Spec given) : spec(std::move(given)), inputs(spec.inputs()) {}
   Spec spec;
@@ -216,18 +153,14 @@ struct QuantizeRowwise : Ort::CustomOpBase<QuantizeRowwise, Kernel<Rows>, true> 
   Type GetOutputType(size_t at) const { return at == 0 ? spec.dtype : kFloat; }
 };
 
-const std::pair<const char*, Type> kDtypes[] = {{"fp32", kFloat}, {"fp16", kHalf}, {"bf16", kBf16}};
-const std::pair<const char*, Type> kQuantized[] = {{"int8", kInt8}, {"fp8_e4m3", kFp8}};
-
 // Every FusedGemm with this beginning of its name, as accel.kernels.onnx_function puts names together.
 void add_epilogues(std::vector<std::unique_ptr<FusedGemm>>& all, const std::string& begins, Spec spec) {
-  const char* const acts[] = {"", "_relu", "_gelu_tanh", "_gelu_erf", "_silu"};  // in the order of ACCEL_NONE to SILU
   for (int act = ACCEL_NONE; act <= ACCEL_SILU; ++act)
     for (const auto& [suffix, dtype] : kDtypes) {
       if (dtype != spec.dtype) continue;
       for (const bool bias : {false, true})
         for (const bool residual : {false, true}) {
-          spec.name = begins + (bias ? "_bias" : "") + acts[act] + (residual ? "_residual" : "") + "_" + suffix;
+          spec.name = begins + (bias ? "_bias" : "") + kActs[act] + (residual ? "_residual" : "") + "_" + suffix;
           spec.bias = bias;
           spec.residual = residual;
           spec.act = act;
@@ -264,6 +197,33 @@ std::vector<std::unique_ptr<QuantizeRowwise>> every_quantization() {
           Rows{std::string("QuantizeRowwise_") + from + "_" + to, source, dtype}));
   return all;
 }
+
+// The convolutions that the options name; what is no name of one is passed over, as a model may have its own.
+std::set<std::string> convolutions_of(const Ort::UnownedSessionOptions& options) {
+  std::set<std::string> names;
+  for (int at = 0;; ++at) {
+    const std::string key = "custom_op.FusedConv2d." + std::to_string(at);
+    if (!options.HasConfigEntry(key.c_str())) return names;
+    if (const std::string name = options.GetConfigEntry(key.c_str()); conv_named(name)) names.insert(name);
+  }
+}
+
+// The operators of a session with these convolutions. ONNX Runtime keeps pointers to all of this: it is never freed,
+// and made once for every set of convolutions.
+const Ort::CustomOpDomain& domain_with(const std::set<std::string>& convolutions) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
+  static const auto gemms = every_gemm();
+  static const auto quantizations = every_quantization();
+  static std::map<std::string, FusedConv2d> made;
+  static std::map<std::set<std::string>, Ort::CustomOpDomain> domains;
+  if (const auto known = domains.find(convolutions); known != domains.end()) return known->second;
+  Ort::CustomOpDomain domain("accel");
+  for (const auto& one : gemms) domain.Add(one.get());
+  for (const auto& one : quantizations) domain.Add(one.get());
+  for (const auto& name : convolutions) domain.Add(&made.try_emplace(name, *conv_named(name)).first->second);
+  return domains.emplace(convolutions, std::move(domain)).first->second;
+}
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
@@ -274,15 +234,8 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
         ORT_FAIL, "this ONNX Runtime is older than the headers accel's operators were built with; build them again");
   Ort::InitApi(api);
   try {
-    static const auto gemms = every_gemm();  // ONNX Runtime keeps pointers to all of this
-    static const auto quantizations = every_quantization();
-    static const auto domain = [] {
-      Ort::CustomOpDomain made("accel");
-      for (const auto& one : gemms) made.Add(one.get());
-      for (const auto& one : quantizations) made.Add(one.get());
-      return made;
-    }();
-    Ort::UnownedSessionOptions(options).Add(domain);
+    Ort::UnownedSessionOptions given(options);
+    given.Add(domain_with(convolutions_of(given)));
     return nullptr;
   } catch (const std::exception& error) {
     return Ort::Status(error).release();

@@ -77,7 +77,7 @@ class Clock:
 
 class Simulated(Scripted):
     """``y = 2 x``, each run of which takes about ``ms`` on a clock of its own: noise of a fixed ``seed``, a spike now
-    and then, nothing of this machine's."""
+    and then, nothing of this machine's. After ``slow_after`` runs it takes ``slow_by`` times as long."""
 
     def __init__(self, candidate: Candidate, clock: Clock) -> None:
         super().__init__(candidate)
@@ -88,6 +88,9 @@ class Simulated(Scripted):
         factor = float(np.exp(abs(self.random.normal(0, 0.02))))
         if self.random.uniform() < 0.03:
             factor *= 1 + float(self.random.pareto(1.5))
+        self.runs += 1
+        if self.runs > self.script.get("slow_after", self.runs):
+            factor *= self.script["slow_by"]
         self.clock.now += int(self.script["ms"] * 1e6 * factor)
         return {"y": feeds["x"] * 2}
 

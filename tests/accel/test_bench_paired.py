@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from rich.console import Console
 
 from accel.artifact import Artifact
 from accel.bench import paired
-from accel.bench.blocks import is_steady, passes_for, warm_up
+from accel.bench.blocks import Shared, is_steady, passes_for, passes_until, warm_up
 from accel.bench.paired import BenchReport, Candidate, measure
 from accel.bench.report import table
 from accel.errors import AccelError, UnknownName, UsageError
@@ -323,3 +326,45 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
     assert passes_for(0.2, 30.0, feeds=1) == 3
     assert passes_for(0.2, 30.0, feeds=2) == 2
     assert passes_for(0.2, 0.0, feeds=1) == 100_000
+
+
+def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
+    """Fails if a block has as many runs as the first estimate said: here 200 of 0.1 s, 20 s for one of 0.2 s, on a
+    simulated clock; or if a figure is made of the runs that were planned instead of those that were made."""
+    slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
+    report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
+    row, rounds = report.row("slow"), report.samples["slow"]
+    assert (row.error, row.rounds, len(rounds)) == (None, 5, 5)
+    cut = [times for times in rounds if len(times) < 20]
+    assert len(cut) >= 3
+    for times in rounds:
+        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass is begun after twice the time
+    assert all(len(times) > 100 for times in report.samples["base"])
+    assert row.iterations == sum(map(len, rounds))
+    assert row.samples_per_second == pytest.approx(2 * row.iterations / (sum(t.sum() for t in rounds) / 1e9))
+    assert row.round_medians_ms == pytest.approx([float(np.median(times)) / 1e6 for times in rounds])
+    assert row.speedup == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_block_is_cut_between_passes() -> None:
+    """Fails if a block is cut within a pass (some inputs would count more than others) or before the first has ended,
+    or if it goes on beyond its time or its number of passes."""
+    feeds: Any = ["a", "b", "c"]
+    for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
+        clock = iter(range(0, 1000, 10)).__next__  # each look is 10 ns after the one before
+        assert list(passes_until(feeds, passes, ends, clock)) == feeds * made
+
+
+def test_streams_share_the_runs_of_a_block() -> None:
+    """Fails if of several threads that take runs of one block two are in its count at once (a generator refuses that),
+    or a run is made twice or not at all."""
+
+    def clock() -> int:
+        time.sleep(0)  # lets another thread go on here
+        return 0
+
+    feeds: Any = ["a", "b"]
+    work = Shared(passes_until(feeds, 2000, 1, clock))
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        taken = list(pool.map(lambda _: list(work), range(4)))
+    assert Counter(one for part in taken for one in part) == {"a": 2000, "b": 2000}

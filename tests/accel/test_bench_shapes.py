@@ -16,14 +16,15 @@ import pytest
 from browser import browser, document, screenshot
 from onnx import TensorProto, helper
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, Manifest, manifest_path
 from accel.bench import page
 from accel.bench.blocks import Block
 from accel.bench.energy import EnergyCounter
 from accel.bench.paired import Candidate, measure
 from accel.bench.report import BenchReport, Row, table
 from accel.errors import UsageError
-from accel.signature import Signature, TensorSpec
+from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources import open_source
 
 QUICK = ("--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "-q")
 
@@ -73,6 +74,29 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
         {"batch": 2, "length": 4},
         {"batch": 2, "length": 16},
     ]
+
+
+def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a size that nobody promised is found out by a crash in the middle, if the range or the way to widen it
+    isn't named, or if a range that nobody declared binds: the batch of 1 to 8 is accel's own."""
+    made = open_source(model)
+    signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
+    manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)
+    manifest.write(manifest_path(model))
+    timed: list[Any] = []
+
+    def measure(_: Any, feeds: Any, **__: Any) -> BenchReport:
+        timed.append(feeds)
+        raise UsageError("it would be timed")
+
+    monkeypatch.setattr("accel.api.bench.measure", measure)
+    for words in (("--length", "8,33"), ("--sizes", "length=33"), ("--sizes", "batch=2,length=33")):
+        ran = cli("bench", model, *words, *QUICK)
+        assert (ran.code, len(ran.stderr.splitlines()), timed) == (2, 1, []), ran.stderr
+        assert "length 33 is outside 8..32" in ran.stderr
+        assert "--dim length=8:16:33" in ran.stderr
+    assert "it would be timed" in cli("bench", model, "--sizes", "batch=64,length=32", *QUICK).stderr
+    assert len(timed) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import accel
@@ -38,6 +39,27 @@ def test_an_intact_chain_reaches_the_weights(made: tuple[Path, list[Path]]) -> N
     assert {link.status for link in found.chain} == {"ok"}
     looked_at = {link.path for link in found.chain}
     assert {str(f) for f in files} <= looked_at
+
+
+def test_a_copy_under_another_name_is_the_same_artifact(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """Fails if files that were copied by hand, sidecars along, are no longer what their manifest describes, or if other
+    files under these names are."""
+    out, _ = made
+    for suffix in (".xml", ".bin", ".xml.manifest.json"):
+        shutil.copyfile(out.with_suffix(suffix), tmp_path / f"renamed{suffix}")
+    copied = accel.inspect(tmp_path / "renamed.xml", check=True)
+    assert copied.intact
+    assert copied.artifact.digest == accel.inspect(out).artifact.digest
+    exported = tmp_path / "digits.onnx"
+    shutil.copyfile(manifest_path(exported), manifest_path(tmp_path / "other.onnx"))
+    shutil.copyfile(exported, tmp_path / "other.onnx")
+    with accel.load(tmp_path / "other.onnx") as session:
+        assert session.artifact.history
+    model = onnx.load(exported)
+    model.doc_string = "another"
+    onnx.save(model, tmp_path / "other.onnx")
+    with pytest.raises(accel.AccelError, match="is not the file its manifest describes"):
+        accel.load(tmp_path / "other.onnx")
 
 
 def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: Any) -> None:

@@ -167,6 +167,56 @@ def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:
     assert list(tmp_path.glob("odd.onnx*")) == []
 
 
+LIMITED = """
+import torch
+
+class Places(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 4)
+        self.places = torch.nn.Embedding(24, 4)
+
+    def forward(self, ids):
+        return self.words(ids) + self.places(torch.arange(ids.shape[1]))
+
+def table():
+    return Places()
+
+def window():
+    return torch.nn.Conv1d(3, 2, 5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "spec", "said", "fix"),
+    [
+        ("table", "ids:int64[batch,length]{0..49}", "at length 64 (index out of range", "length=2:16:24"),
+        ("window", "x:float32[batch,3,length]", "at length 2 (", "length=5:16:64"),
+    ],
+)
+def test_a_dim_that_goes_farther_than_the_model(
+    factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
+) -> None:
+    """Fails if somebody whose dim reaches beyond a table of positions, or below a convolution's window, is told to fix
+    its size instead of how far it may go, or if that range isn't the largest one that works."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("not this one")  # the older exporter is enough here, and quicker
+
+    monkeypatch.setitem(stage._RUNGS, "dynamo", broken)
+    (tmp_path / "limited.py").write_text(LIMITED)
+    words = ["export", f"{tmp_path / 'limited.py'}:{factory}", "--input", spec, "-o", tmp_path / "m.onnx", "-q"]
+    ran = cli(*words)
+    assert (ran.code, len(ran.stderr.splitlines())) == (2, 1), ran.stderr
+    assert said in ran.stderr
+    assert "one size" not in ran.stderr
+    assert ran.stderr.rstrip().endswith(f"give --dim {fix}")
+    ran = cli(*words, "--dim", fix)
+    assert ran.code == 0, ran.stderr
+    in_steps, fix = {"table": ("8:16:64:8", "8:16:24:8"), "window": ("2:16:64:2", "6:16:64:2")}[factory]
+    assert cli(*words, "--dim", f"length={in_steps}").stderr.rstrip().endswith(f"give --dim length={fix}")
+
+
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
     """Fails if a model whose other branch no example takes is exported without it, or if the line isn't named."""
     source = tmp_path / "rare.py"

@@ -76,6 +76,74 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
         read_labels(save(tmp_path / "flat.npz", label=np.arange(4)), "iou")
 
 
+def test_iou_with_channels_last(tmp_path: Path) -> None:
+    """Fails if [samples, ..., classes], as Keras has it, isn't judged as [samples, classes, ...] is; if the wrong axis
+    has the classes where sizes are equal; or if features of each place are taken for a segmentation."""
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
+    labels = rng.integers(-1, 3, (4, 6, 5))
+    wanted = mean_iou(scores.argmax(1), labels, 3)
+    metric = read_labels(save(tmp_path / "y.npz", label=labels))
+    last = np.moveaxis(scores, 1, -1)
+    assert metric({"mask": last, "pooled": np.ones((4, 8))}, {}) == metric({"mask": scores}, {}) == wanted
+    assert metric({"mask": scores, "features": np.ones((4, 6, 5, 16))}, {}) == wanted
+    with pytest.raises(UsageError, match=r"2 outputs are .*pass --metric with a function that takes the one"):
+        metric({"mask": last, "features": np.ones((4, 6, 5, 16))}, {})
+    pictures = read_labels(save(tmp_path / "p.npz", label=labels[..., None]))
+    assert pictures({"mask": last}, {}) == wanted
+    narrow = read_labels(save(tmp_path / "n.npz", label=labels[:, :, :1]))
+    assert narrow({"mask": scores[..., :1]}, {}) == mean_iou(scores[..., :1].argmax(1), labels[:, :, :1], 3)
+    tokens = read_labels(save(tmp_path / "t.npz", label=labels[:, :, 0]))
+    assert tokens({"tags": last[:, :, 0]}, {}) == mean_iou(scores[..., 0].argmax(1), labels[:, :, 0], 3)
+    either, square = rng.normal(size=(4, 3, 3)), labels[:, :3, 0]
+    read = read_labels(save(tmp_path / "s.npz", label=square))
+    assert read({"y": either}, {}) == mean_iou(either.argmax(1), square, 3) != mean_iou(either.argmax(2), square, 3)
+    with pytest.raises(UsageError, match="2 outputs"):  # which of them has the classes can't be known
+        read({"y": either, "z": rng.normal(size=(4, 3, 7))}, {})
+    with pytest.raises(
+        BadData, match=r"the label of sample \d at \[\d, \d\] is 2, and the output 'mask' has 2 classes"
+    ):
+        metric({"mask": last[..., :2]}, {})
+
+
+def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
+    """Fails if [samples, 1], as Keras' datasets have it, isn't one label a sample, of integers and of floats."""
+    scores = np.eye(5, dtype=np.float32)
+    column = read_labels(save(tmp_path / "y.npz", label=np.array([[0], [1], [2], [3], [0]], np.uint8)))
+    assert (column.kind, column({"logits": scores}, {})) == ("top1", 0.8)
+    prices = read_labels(save(tmp_path / "p.npz", label=np.array([[0.5], [1.5], [2.0]])))
+    assert (prices.kind, prices({"price": np.array([[1.0], [2.0], [3.0]])}, {})) == ("spearman", 1.0)
+
+
+def test_labels_in_another_form(tmp_path: Path) -> None:
+    """Fails if one-hot rows, class numbers as floats or from 1 on aren't told what to save instead, or if labels that
+    are none of these are told so."""
+    classes = np.arange(20) % 7
+    logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
+
+    def refused(labels: Any, kind: str | None = None) -> str:
+        with pytest.raises((BadData, UsageError)) as caught:
+            read_labels(save(tmp_path / "y.npz", label=labels), kind)(logits, {})
+        return str(caught.value)
+
+    for dtype in (np.int64, np.uint8, np.float32, np.bool_):
+        for kind in (None, "top1"):
+            assert "they look one-hot: save y.argmax(1)" in refused(np.eye(7)[classes].astype(dtype), kind)
+    assert "save y.argmax(3)" in refused(np.eye(7)[np.tile(classes[:, None, None], (1, 4, 4))])
+    assert "one-hot" not in refused(np.eye(7, dtype=np.int64)[classes] * 2)
+    assert "one-hot" not in refused(np.ones((20, 7), np.int64))
+    found = refused(classes.astype(np.float32))
+    assert "0 outputs are one number a sample" in found
+    assert "if they are classes, save them as integers, y.astype('int64')" in found
+    assert "save them as integers" in refused(classes.astype(np.float64), "top1")
+    assert "save them as integers" not in refused(classes + 0.5)
+    found = refused(classes + 1)
+    assert "the label of sample 6 is 7, and the output 'logits' has 7 classes, 0 to 6 (2 labels are no class)" in found
+    assert found.endswith("; they start at 1: save y - 1")
+    for other in (np.where(classes == 0, -1, classes + 1), classes + 2, np.where(classes == 0, 8, classes)):
+        assert refused(other).endswith("leave such samples out")
+
+
 def test_any_top_k(tmp_path: Path) -> None:
     """Fails if K isn't the number that was asked for, or a K that every label is within says something."""
     scores = np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.float32)
@@ -86,6 +154,25 @@ def test_any_top_k(tmp_path: Path) -> None:
         read_labels(labels, "top4")({"logits": scores}, {})
     with pytest.raises(UnknownName, match="another top<K>"):
         read_labels(labels, "top0")
+
+
+def test_labels_that_are_no_classes(tmp_path: Path) -> None:
+    """Fails if a label beyond the classes, or a negative one, counts as a wrong answer, or if the value, its sample or
+    the number of classes isn't named."""
+    scores = {"logits": np.zeros((4, 10), np.float32), "pooled": np.zeros((4, 3, 2), np.float32)}
+    for wrong, kind in ((10, "top1"), (-1, "top1"), (10, "top5")):
+        path = save(tmp_path / "y.npz", label=np.array([0, 9, wrong, wrong]))
+        with pytest.raises(BadData) as caught:
+            read_labels(path, kind)(scores, {})
+        assert f"the label of sample 2 is {wrong}, and the output 'logits' has 10 classes, 0 to 9" in str(caught.value)
+        assert "(2 labels are no class)" in str(caught.value)
+        with pytest.raises((BadData, UsageError)):  # features that are wide enough aren't judged in place of classes
+            read_labels(path, kind)({**scores, "embedding": np.zeros((4, 512), np.float32)}, {})
+    places = np.zeros((2, 3, 3), np.int64)
+    places[1, 2, 0], places[0, 0, 0] = 5, -1  # the second says that its place doesn't count
+    segmented = read_labels(save(tmp_path / "s.npz", label=places))
+    with pytest.raises(BadData, match=r"sample 1 at \[2, 0\] is 5, and the output 'masks' has 5 classes, 0 to 4;"):
+        segmented({"masks": np.zeros((2, 5, 3, 3), np.float32)}, {})
 
 
 def test_labels_judge_a_real_net(
@@ -110,8 +197,12 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
     words = ["optimize", digits.path, "--target", "ort-cpu", "--data", digits_data[0], "-o", tmp_path / "out"]
     short = save(tmp_path / "short.npz", label=np.arange(3))
     flat = save(tmp_path / "flat.npz", label=np.zeros((128, 2), np.int64))
+    one_hot = save(tmp_path / "hot.npz", label=np.eye(10, dtype=np.int64)[np.arange(128) % 10])
+    beyond = save(tmp_path / "beyond.npz", label=np.where(np.arange(128) == 7, 10, 0))
     for extra, message in (
         (["--labels", short], "short.npz: 'label' has 3 labels for 128 samples"),
+        (["--labels", one_hot], "needs (there are logits [128, 10]); they look one-hot: save y.argmax(1)"),
+        (["--labels", beyond], "the label of sample 7 is 10, and the output 'logits' has 10 classes"),
         (
             ["--labels", flat, "--label-metric", "top1"],
             "flat.npz: 'label': labels for top1 are one finite number a sample, this is int64[128, 2]",

@@ -3,6 +3,7 @@ what a budget of time may not be overrun by."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,10 @@ def test_what_is_under_way_is_given_up_with_the_budget() -> None:
 def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a stage runs on although the time to measure is spent, or its row doesn't say why it isn't measured."""
+    """Fails if a stage runs on although the time to measure is spent, its row doesn't say why it isn't measured, or
+    nobody is told what the time went to, what was missed for it and what helps."""
     clock = Clock()
+    budget = Budget(100.0, clock)
 
     def endless(*_: Any) -> None:
         clock.now += 80.0
@@ -167,9 +170,38 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     recipe = Recipe(
         name="a", target=Target.get("ort-cpu"), precision="fp32", stages=(("simplify", SimplifyConfig(), 1.0),)
     )
-    made = attempt(recipe, small, None, None, 0.01, StageCache(), Budget(100.0, clock))  # type: ignore[arg-type]
-    assert made.status == "not tried"
+    made = attempt(recipe, small, None, None, 0.01, StageCache(), budget)  # type: ignore[arg-type]
+    assert (made.status, made.out_of_time) == ("not tried", True)
     assert made.reason == "80 s of the budget of 100 s were spent before its stage simplify was over"
+    note = budget.note([made.name, *"bcdef"])
+    assert "the budget of 100 s was too short to try or measure a, b, c, d and 2 more: a: simplify took 80 s;" in note
+    assert "--budget-seconds" in note
+    assert "--precision" in note
+    assert "samples" not in note  # there was nothing to calibrate
+    with budget.spending("b: quantize"):
+        clock.now += 200.0
+    with budget.spending("opening the model"):
+        clock.now += 1.0  # too little to be named
+    assert "b: quantize took 200 s, a: simplify took 80 s; give more" in budget.note(["b"])
+    assert "--quantize samples=" in budget.note(["b"])
+    assert budget.note([]) == Budget(None, clock).note(["a"]) == ""
+
+
+def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
+    """Fails if a budget that left no time for any candidate isn't said beside the result, or stderr doesn't say it."""
+    build.artifact(
+        tmp_path / "m.onnx",
+        [build.node("Tanh", "x", "y")],
+        {"x": (build.FLOAT, ["batch", 4])},
+        {"y": (build.FLOAT, ["batch", 4])},
+    )
+    words = ["optimize", tmp_path / "m.onnx", "--target", "ort-cpu", "--budget-seconds", "0.001"]
+    ran = cli(*words, "-o", tmp_path / "out", "--json")
+    assert ran.code == 0, ran.stderr
+    said = [line for line in ran.stderr.splitlines() if "too short to try or measure ort-cpu" in line]
+    assert len(said) == 1
+    assert " took " in said[0]
+    assert said[0].removeprefix("accel: warning: ") in json.loads(ran.stdout)["notes"]
 
 
 class Lane:

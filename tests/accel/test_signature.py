@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.converters.preprocess import PreprocessConfig
 from accel.errors import BadFeeds, BadInputSpec
-from accel.signature import DTYPES, DimRange, Signature, TensorSpec
+from accel.signature import DTYPES, DimRange, Signature, TensorSpec, numpy_dtype
+from accel.sources.output_specs import probe_cases
+from accel.stage import config_json
+from accel.verify.data import Dataset
+from accel.verify.stream import SampleStream
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}", fullmatch=True)
 dims = st.one_of(st.integers(0, 9), st.sampled_from(["batch", "sequence", "height"]))
@@ -41,6 +49,64 @@ def test_a_spec_reads_back_what_it_prints(spec: TensorSpec) -> None:
 def test_json_round_trip(signature: Signature) -> None:
     """Fails if the manifest loses a part of the signature."""
     assert Signature.from_json(signature.to_json()) == signature
+
+
+@st.composite
+def stepped(draw: st.DrawFn) -> DimRange:
+    step = draw(st.integers(1, 7))
+    low, opt, high = sorted(draw(st.lists(st.integers(1, 9), min_size=3, max_size=3)))
+    return DimRange(low * step, opt * step, high * step, step)
+
+
+@given(signatures, st.lists(stepped(), min_size=3, max_size=3))
+def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
+    """Fails if a gate, or what is run to see the outputs, is at a size between the multiples or outside the range, if
+    the manifest or the command line forgets the step, or if feeds of another size are taken."""
+    signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
+    for sizes in (*signature.cases(), *probe_cases(signature)):
+        assert all(r.min <= sizes[d] <= r.max and sizes[d] % r.step == 0 for d, r in signature.dims.items())
+    assert Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
+    for dim, r in signature.dims.items():
+        assert DimRange.parse(str(r)) == r
+        assert (r.down(r.opt + r.step - 1), r.up(r.opt - r.step + 1)) == (r.opt, r.opt)
+        if r.step > 1:
+            odd = {**signature.sizes(), dim: r.opt + 1}
+            feeds = {s.name: np.zeros(s.resolve(odd), numpy_dtype(s.dtype)) for s in signature.inputs}
+            with pytest.raises(BadFeeds, match=f"takes multiples of {r.step}"):
+                signature.check_feeds(feeds)
+            with pytest.raises(BadInputSpec, match=f"goes in steps of {r.step}"):
+                signature.example_inputs(**{dim: r.opt + 1})
+
+
+def test_without_a_step_nothing_is_written_differently() -> None:
+    """Fails if the manifests and cache keys of all models without a step are others than before there were steps."""
+    signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
+    assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
+    older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}
+    assert Signature.from_json(older).dims["batch"] == DimRange(1, 2, 3, 1)
+    config = PreprocessConfig(dims={"height": DimRange(16, 32, 64)})
+    assert config_json(config)["dims"] == {"height": {"min": 16, "opt": 32, "max": 64}}
+    config = PreprocessConfig(dims={"height": DimRange(16, 32, 64, 4)})
+    assert config_json(config)["dims"] == {"height": {"min": 16, "opt": 32, "max": 64, "step": 4}}
+
+
+def test_a_range_in_place_of_another() -> None:
+    """Fails if a narrower range forgets the step of the one before, or keeps one that its sizes contradict."""
+    known = DimRange(16, 32, 64, 4)
+    assert DimRange(16, 20, 32).over(known) == DimRange(16, 20, 32, 4)
+    assert DimRange(16, 21, 32).over(known) == DimRange(16, 21, 32)
+    assert DimRange(16, 24, 32, 8).over(known) == DimRange(16, 24, 32, 8)
+    assert known.over(None) == known
+
+
+def test_samples_that_come_in_multiples(tmp_path: Path) -> None:
+    """Fails if a batch of data is no multiple of what a model (of frames, eight to a clip) stacks."""
+    spec = TensorSpec.parse("x:float32[batch,2]")
+    signature = Signature((spec,), (), {"batch": DimRange(8, 8, 32, 8)})
+    np.savez(tmp_path / "frames.npz", x=np.arange(84, dtype=np.float32).reshape(42, 2))
+    for data in (Dataset.load(tmp_path / "frames.npz", signature), SampleStream(tmp_path / "frames.npz", signature)):
+        assert [len(part["x"]) for part in data.batches(20)] == [16, 16, 8]
+        assert [len(part["x"]) for part in data.batches(4, 20)] == [8, 8]
 
 
 @given(signatures)

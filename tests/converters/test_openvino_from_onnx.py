@@ -207,6 +207,28 @@ def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
     assert list(out.iterdir()) == []
 
 
+def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
+    """Fails if the refusal of a loop advises another opset, which can't help, is cut within a word, or names neither
+    the operator nor what runs it."""
+    step = helper.make_node("Add", ["carried", "carried"], ["next"])
+    go, still = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "still"))
+    body = helper.make_graph(
+        [step, helper.make_node("Identity", ["go"], ["still"])],
+        "body",
+        [helper.make_tensor_value_info("i", TensorProto.INT64, []), go, value("carried", [4]), value("more", [4])],
+        [still, value("next", [4])],
+    )
+    nodes = [helper.make_node("Loop", ["times", "", "x"], ["y"], name="while", body=body)]
+    path = save(tmp_path / "l.onnx", nodes, [value("x", [4])], [value("y", [4])], {"times": np.array(2, np.int64)})
+    with pytest.raises(
+        IrNotBuilt,
+        match=r"can't convert the operator Loop of l\.onnx \(While .*: y>.*mandatory inputs \(3\)\).*ort-cpu\)$",
+    ) as caught:
+        openvino_from_onnx(replace(source, path=path), OpenVinoFromOnnxConfig(), tmp_path / "m.xml")
+    assert "another opset doesn't help" in str(caught.value)
+    assert not (tmp_path / "m.xml").exists()
+
+
 def test_a_crash_of_the_converter_is_a_failed_build(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,7 +76,7 @@ WRONG = {
     "ranks that differ": (["ids=1x4,2,4x16", GOOD[1]], "same rank"),
     "a fixed dim": ([GOOD[0], "pairs=4x4x3,8x8x4,16x16x4"], "fixed to 3"),
     "an unknown input": ([*GOOD, "tokens=1,2,3"], "names no input of the model; the inputs are ids, pairs, scale"),
-    "a dynamic input left out": ([GOOD[0]], "no shapes for the dynamic input 'pairs'; add --profile pairs="),
+    "a dynamic input left out": ([GOOD[0]], "dynamic input 'pairs'; add --profile pairs=4x4x3,8x8x3,16x16x3"),
     "two shapes": (["ids=1x4,2x8"], "write NAME=MIN,OPT,MAX"),
     "no name": (["=1x4,2x8,4x16"], "write NAME=MIN,OPT,MAX"),
     "no equals": (["1x4,2x8,4x16"], "write NAME=MIN,OPT,MAX"),
@@ -89,6 +92,20 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
     with pytest.raises(BadInputSpec) as caught:
         parse_profiles(texts, SIGNATURE)
     assert message in str(caught.value)
+
+
+def test_the_missing_line_can_be_copied() -> None:
+    """Fails if what is printed for inputs that were left out isn't a profile that fits the others, with the signature's
+    ranges for dims that no other input gives."""
+    three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
+    with pytest.raises(BadInputSpec) as caught:
+        parse_profiles([GOOD[1]], three)
+    said, _, line = str(caught.value).partition("; add ")
+    assert said.endswith("dynamic inputs 'ids', 'a mask'")
+    words = shlex.split(line)
+    assert words[::2] == ["--profile", "--profile"]
+    (made,) = parse_profiles([GOOD[1], *words[1::2]], three)
+    assert made.dims == {"batch": SIGNATURE.dims["batch"], "sequence": DimRange(4, 8, 16)}
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
@@ -120,3 +137,13 @@ def test_default_profile_is_the_signatures_ranges() -> None:
         "pairs": [[4, 4, 3], [16, 16, 3], [32, 32, 3]],
     }
     assert default_profile(Signature((TensorSpec("x", "float32", (4, 8)),))) is None
+
+
+def test_profiles_of_dims_that_go_in_steps() -> None:
+    """Fails if an engine is built for a size that the model doesn't take, or forgets which ones it does."""
+    signature = Signature((TensorSpec("x", "float32", ("batch", "height")),), (), {"height": DimRange(16, 32, 64, 4)})
+    with pytest.raises(BadInputSpec, match=r"profile x=1x16,1x30,2x64, dim 1: .*30 is no multiple .* write 16:28:64:4"):
+        parse_profiles(["x=1x16,1x30,2x64"], signature)
+    profiles = parse_profiles(["x=1x16,1x32,2x48", "x=1x48,1x48,2x64"], signature)
+    assert merged_dims(profiles)["height"] == DimRange(16, 32, 64, 4)
+    assert default_profile(signature).dims["height"] == DimRange(16, 32, 64, 4)  # type: ignore[union-attr]

@@ -163,11 +163,15 @@ def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
 
 
 def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a wrong request is a traceback, or a right model is refused."""
+    """Fails if a wrong request is a traceback, a right model is refused, or a GPU passes that the build will refuse."""
     assert cli("preflight", digits.path).code == 0
     assert "give it a name with -o" in cli("preflight", digits.path, "--fix").stderr
     assert "has to end in .onnx" in cli("preflight", digits.path, "--fix", "-o", tmp_path / "x.engine").stderr
     assert "major.minor" in cli("preflight", digits.path, "--compute-capability", "86").stderr
+    hopper = cli("preflight", digits.path, "--compute-capability", "9.0")  # a data-centre GPU, for the other toolkit
+    assert (hopper.code, hopper.stdout) == (2, "")
+    assert "tensorrt-rtx can't build for compute capability 9.0; it offers 7.5" in hopper.stderr
+    assert "--target tensorrt where that GPU is" in hopper.stderr
     with pytest.raises(UnknownName, match="unknown toolkit"):
         preflight(digits, target="openvino")
     onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # one without a manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -36,24 +37,54 @@ def test_every_route_has_an_example() -> None:
         assert source in inspected, source
 
 
+class Reader:
+    """Who types the Python of a page into one interpreter, block by block: what was imported and made stays."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        loop = (
+            "import json, sys\nfor line in sys.stdin:\n exec(json.loads(line), globals())\n print('\\n>>>', flush=True)"
+        )
+        with log.open("wb") as errors:
+            self._python = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", loop],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def run(self, block: str) -> None:
+        assert self._python.stdin
+        assert self._python.stdout
+        self._python.stdin.write(json.dumps(block) + "\n")
+        self._python.stdin.flush()
+        assert any(line == ">>>\n" for line in self._python.stdout), self._log.read_text(errors="replace")[-1500:]
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._python.kill()
+        self._python.communicate()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     """Fails if a block of Python raises, or a command doesn't work as written."""
     monkeypatch.chdir(tmp_path)
-    python, ran = "", 0
-    for language, block in re.findall(r"```(python|console)\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
-        if language == "python":
-            python += block  # what was imported stays so
-            Path("page.py").write_text(python)
-            made = subprocess.run([sys.executable, "-W", "ignore", "page.py"], capture_output=True, text=True)
-            assert made.returncode == 0, made.stderr[-1500:]
-            continue
-        for line in block.splitlines():
-            words = shlex.split(line.removeprefix("$ "))
-            assert words[0] == "accel"
-            fast = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0"] if words[1] == "bench" else []
-            done = cli(*words[1:], *fast, "-q")
-            assert done.code == 0, f"{line}: {done.stderr}"
-            ran += 1
+    ran = 0
+    with Reader(tmp_path / "reader.log") as reader:
+        for language, block in re.findall(r"```(python|console)\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
+            if language == "python":
+                reader.run(block)
+                continue
+            for line in block.splitlines():
+                words = shlex.split(line.removeprefix("$ "))
+                assert words[0] == "accel"
+                few = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0"]
+                done = cli(*words[1:], *(few if words[1] == "bench" else []), "-q")
+                assert done.code == 0, f"{line}: {done.stderr}"
+                ran += 1
     assert ran >= 8

@@ -12,7 +12,7 @@ import pytest
 from onnx import helper
 
 import accel
-from accel.errors import BadSource, ExportFailed, GateFailed, InvalidModel, UsageError
+from accel.errors import BadData, BadSource, ExportFailed, GateFailed, InvalidModel, UsageError
 from accel.runtimes.base import open_session
 
 
@@ -72,6 +72,17 @@ def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path:
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
     assert np.abs(wanted["zeta"] - wanted["alpha"]).max() > 1e-2
+    # Data that the model can't take are named themselves, not options that nobody passed; -1 counts from the end there.
+    (folder := tmp_path / "data").mkdir()
+    for name, ids in (("a", [[1, -1, 3]]), ("b", [[7, 62, 5]])):
+        np.savez(folder / f"{name}.npz", ids=np.array(ids, np.int32))
+    said = r"b\.npz: 'ids' holds 62, outside 0\.\.49, and the model fails on it \(.*62.*\); correct it or leave it out$"
+    for pair in ((tensorflow_models / "functional.keras", made), (made, tensorflow_models / "functional.keras")):
+        with pytest.raises(BadData, match=said):
+            accel.compare(*pair, data=folder)
+    with pytest.raises(BadData, match=said):
+        accel.benchmark([made], data=folder / "b.npz", rounds=5, budget_seconds=0)
+    assert accel.compare(tensorflow_models / "functional.keras", made, data=folder / "a.npz").passed
 
 
 def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) -> None:
@@ -432,7 +443,7 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
 
 def test_optimize_takes_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if who comes from Keras has to stop at an ONNX file on the way to the fastest form."""
-    words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5"]
+    words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session"]
     ran = cli("optimize", tensorflow_models / "sequential.keras", *words, "-o", tmp_path / "out", "-q")
     assert ran.code == 0, ran.stderr
     with accel.load(tmp_path / "out") as session:

@@ -253,3 +253,27 @@ def test_an_operator_that_torch_has_not(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "a.onnx")
     with pytest.raises(AccelError, match=r"Celu of a\.onnx"):
         accel.export(tmp_path / "a.onnx", to="torch", out=tmp_path / "out")
+
+
+def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if what pnnx says is cut within a sentence, or a loop of a recurrent net is advised to be simplified."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    x, y, carried, after = (
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 3]) for n in ("x", "y", "carried", "after")
+    )
+    i, go, still = (helper.make_tensor_value_info(n, t, []) for n, t in (("i", 7), ("go", 9), ("still", 9)))
+    inner = [helper.make_node("Add", ["carried", "carried"], ["after"]), helper.make_node("Not", ["go"], ["still"])]
+    body = helper.make_graph(inner, "body", [i, go, carried], [still, after])
+    loop = helper.make_node("Loop", ["times", "", "x"], ["y"], body=body)
+    times = numpy_helper.from_array(np.array(2, np.int64), "times")
+    model = helper.make_model(
+        helper.make_graph([loop], "g", [x], [y], [times]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    )
+    onnx.save(model, tmp_path / "a.onnx")
+    said = f"indices of {'Gather ' * 22}are out of bounds and must be within the range [-500,499]"
+    monkeypatch.setattr("accel.converters.ncnn_from_onnx._pnnx", lambda *_: f"{said}\n")
+    with pytest.raises(AccelError) as caught:
+        accel.export(tmp_path / "a.onnx", to="ncnn", out=tmp_path / "out")
+    assert said in str(caught.value)
+    assert "it holds the operator Loop: keep it as ONNX" in str(caught.value)

@@ -29,6 +29,13 @@ def halves_and_puts_together():
     both = L.Concatenate()([whole, L.UpSampling2D(2)(half)])
     return keras.Model(image, L.Conv2D(2, 1, name="y")(both))
 
+def bilinear():
+    return net(L.UpSampling2D(2, interpolation="bilinear"))
+
+def bilinear_of_fixed_size():
+    x = keras.Input((6, 4, 3), name="image")
+    return keras.Model(x, bilinear()(x))
+
 def too_large_for_two():
     return net(L.Conv2D(4, 9))
 
@@ -87,6 +94,20 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
     assert made.signature.outputs[0].shape == ("batch", 2)
 
 
+def test_sizes_in_steps(tmp_path: Path) -> None:
+    """Fails if a net that halves an image can't be told to take even sizes alone, is run at others then, or if what is
+    said without it isn't how to."""
+    source = f"{written(tmp_path)}:halves_and_puts_together"
+    sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
+    fix = r"it runs at multiples of 2: pass --dim height=32:48:64:2 --dim width=32:32:64:2$"
+    with pytest.raises(BadSource, match=fix):
+        accel.export(source, dims=sizes, out=tmp_path / "m.onnx")
+    stepped = {"batch": (1, 1, 2), "height": (32, 48, 64, 2), "width": (32, 32, 64, 2)}
+    made = accel.export(source, dims=stepped, out=tmp_path / "m.onnx")
+    assert made.signature.to_json()["dims"] == {name: list(sizes) for name, sizes in stepped.items()}
+    assert made.signature.outputs[0].shape == ("batch", "height", "width", 2)
+
+
 BYTES = """
 import tensorflow as tf
 
@@ -94,6 +115,18 @@ import tensorflow as tf
 def function(pixels):
     return {"scaled": tf.cast(pixels, tf.float32) / 255.0}
 """
+
+
+def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
+    """Fails if a model that Keras runs and can't trace is called unreadable, its message is cut within a sentence, or
+    the fix that it names doesn't lead to ONNX."""
+    models = written(tmp_path)
+    with pytest.raises(BadSource, match="can't make a graph of it while its sizes are open") as caught:
+        accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")
+    assert "as a Python `bool` is not allowed); fix them: export a FILE.py:FUNCTION" in str(caught.value)
+    assert "x = keras.Input((SIZE, SIZE, 3), name='image')" in str(caught.value)
+    made = accel.export(f"{models}:bilinear_of_fixed_size", out=tmp_path / "fixed.onnx")
+    assert made.signature.inputs[0].shape == ("batch", 6, 4, 3)
 
 
 def test_bytes_go_up_to_255(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class FakeTensorRT(ModuleType):
     def _taken(self, node: onnx.NodeProto, bodies: set[str]) -> str:
         if not node.domain:
             return "operator"
-        words = {attribute.name: onnx.helper.get_attribute_value(attribute).decode() for attribute in node.attribute}
+        words = {attribute.name: attribute.s.decode() for attribute in node.attribute}
         space = words.get("plugin_namespace", "")
         known = self.registry.get_creator(node.op_type, words.get("plugin_version", "1"), space) is not None
         named = "plugin_namespace" in words

@@ -86,6 +86,11 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
             out = raw(torch.zeros(m, n, dtype=TORCH_DTYPES[dtype]))
             arrays = {name: raw(tensor) for name, tensor in operands.items()}
             add(calls, f"gemv {act} {dtype}", "gemv", ["out"], numbers, a=raw(a), b=raw(b), out=out, **arrays)
+    numbers = {"dtype": "fp32", "act": "relu", "m": 2, "n": 3, "k": 4}
+    holed = np.ones((2, 4), np.float32)
+    holed[0, 2] = np.nan
+    arrays = {"a": holed, "b": -np.ones((3, 4), np.float32), "out": np.ones((2, 3), np.float32)}
+    add(calls, "gemv of a NaN", "gemv", ["out"], numbers, **arrays)
     rows = {}
     for dtype in ("fp32", "fp16", "bf16"):
         x = (torch.randn(5, 37, generator=torch.Generator().manual_seed(1)) * 50).to(TORCH_DTYPES[dtype])
@@ -109,6 +114,7 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
 
     done, results = run_on_host(calls, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    np.testing.assert_array_equal(results["gemv of a NaN/out"], [[np.nan] * 3, [0] * 3])
     for dtype, vector in vectors.items():
         np.testing.assert_array_equal(results[f"widen {dtype}/to"], vector.float().numpy())
     for case, (spec, a, b, operands) in gemvs.items():

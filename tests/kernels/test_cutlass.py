@@ -70,6 +70,9 @@ def test_a_configuration_runs_where_it_has_code() -> None:
     assert families(10, 3) == families(7, 5) == set()
     assert families(12, 0) == {"sm80", "sm120"}
     assert families(12, 1) == {"sm80"}
+    for family in FAMILIES:
+        if all(arch.endswith("a") for arch in family.archs):  # as the compiled library itself sees it
+            assert {f"sm_{family.least}a", f"sm_{family.most}a"} == set(family.archs)
     archs = {native: dispatch.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
     assert list(archs.values()) == ["sm_86", "sm_86", "sm_90a", "sm_100a", "sm_100", "sm_120"]
     with pytest.raises(UnsupportedHere, match=r"7\.5 is below 8\.0"):

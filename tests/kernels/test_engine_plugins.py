@@ -26,9 +26,10 @@ from accel.artifact import Artifact
 from accel.child import resolve
 from accel.converters import engine_from_onnx as module
 from accel.converters import tensorrt_build
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig, check_engine
+from accel.converters.engine_from_onnx import EngineFromOnnxConfig, check_engine, engine_from_onnx
+from accel.converters.tensorrt_plugins import PluginChoice, with_plugins
 from accel.errors import BadConfig, MissingExtra, UnsupportedHere
-from accel.kernels import tensorrt_plugin
+from accel.kernels import bridges, tensorrt_plugin
 from accel.kernels.bridges import TENSORRT_LIBRARY, find_tensorrt_plugins
 from accel.kernels.build import LIBRARY, RECORD, digest_of, sources_digest
 from accel.kernels.onnx_patterns import fuse_products
@@ -175,25 +176,84 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
     assert note.count("accel-toolchain[kernels]") == 1
 
 
-def test_a_damaged_library_is_named(
-    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", [True, False])
+def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
+    named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Quick plugins serve then, and where those can't either, the note has both reasons."""
+    """The build, the check of an engine and the session: of one that the environment names and of one that was built.
+    Fails where one of them goes on without it, or says something else than the others."""
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
+    _, made = built(fused, tmp_path)
+    monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))
+    trt.registry.creators.clear()
     path = tmp_path / "plugins.so"
     path.write_text("no plugin")
-    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
-    layers, _ = built(fused, tmp_path)
-    assert set(layers.values()) == {QUICK}
+    if not named:
+        monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY")
+        monkeypatch.setattr(bridges, "find_tensorrt_plugins", lambda _: path)
+    wanted = (BadConfig, "ACCEL_TENSORRT_LIBRARY is .*unset it") if named else (UnsupportedHere, "plugins in .* again")
+    for load in (
+        lambda: built(fused, tmp_path),
+        lambda: check_engine(made.path),
+        lambda: load_plugins(trt, made, "9.0"),
+    ):
+        with pytest.raises(wanted[0], match=wanted[1]) as caught:
+            load()
+        assert "TensorRT refuses it" in str(caught.value)
+
+
+@pytest.mark.parametrize("trt", RULES[:1], indirect=True)
+def test_the_model_is_read_once_in_each_process(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its precision in the one, for everything before the parser in the other."""
+    reads: list[str] = []
+    whole = onnx.load
+
+    def load(path: str, **options: Any) -> onnx.ModelProto:
+        reads.extend([path] if options else [])  # not those of the stand-in's parser
+        return whole(path, **options)
+
+    monkeypatch.setattr(onnx, "load", load)
+    engine_from_onnx(fused, EngineFromOnnxConfig(toolkit="tensorrt", kernels=True), tmp_path / "made.engine")
+    assert reads == [str(fused.path)] * 2
+
+
+def test_a_convolution_is_the_librarys_where_triton_has_none(
+    fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of channels in eights; its sizes are attributes then. With Triton it is a quick plugin all the same."""
+    model = onnx.load(fused.path)
+    weight = next(tensor for tensor in model.graph.initializer if tensor.name == "k")
+    weight.CopyFrom(numpy_helper.from_array(np.zeros((8, 8, 3, 3), np.float16), "k"))
+    for value in (model.graph.input[1], model.graph.output[1]):
+        value.type.tensor_type.shape.dim[1].dim_value = 8
+    onnx.save(model, tmp_path / "wide.onnx")
+    wide = open_onnx(tmp_path / "wide.onnx", probe=False)
+    monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER, "FusedConv2d")))
+    assert built(wide, tmp_path)[0][CONV] == QUICK
+    trt.registry.creators.clear()
 
     def missing(*_: Any) -> PluginKernel:
         raise MissingExtra("Triton", "kernels")
 
     monkeypatch.setattr(tensorrt_plugin, "compile_kernel", missing)
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "another"))
-    _, made = built(fused, tmp_path)
-    (note,) = made.history[-1]["notes"]["warnings"]
-    assert "ACCEL_TENSORRT_LIBRARY is" in note
-    assert "accel-toolchain[kernels]" in note
+    layers, made = built(wide, tmp_path)
+    assert layers == {LAYER: LIBRARY_PLUGIN, PRODUCT: BODY, "FusedConv2d": LIBRARY_PLUGIN}
+    assert made.properties["plugins"][CONV] == "plugin library"
+    trt.registry.creators.clear()
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "a third"))
+    assert built(fused, tmp_path)[0][CONV] == BODY, "four channels"
+
+    choice = PluginChoice(operator=CONV, nodes=1, by="plugin library")
+    parsed = onnx.ModelProto.FromString(with_plugins(model, [choice]))
+    node = next(node for node in parsed.graph.node if node.op_type == "FusedConv2d")
+    words = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    assert (words.pop("plugin_version"), words.pop("plugin_namespace")) == (b"1", b"")
+    pairs = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+    sizes = {f"{name}_{axis}": size for name, pair in pairs.items() for axis, size in zip("hw", pair, strict=True)}
+    assert words == {"act": 1, "bias": 0, "residual": 0, "dtype": 1, **sizes}
 
 
 def test_without_kernels_nothing_is_registered(fused: Artifact, trt: FakeTensorRT, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 These fail where a name that ``accel.kernels.onnx_function`` gives has no operator, where one computes something else
 than the float64 reference, where ONNX Runtime inlines the body although the operator is there, where operands that
-don't fit give numbers instead of an error, or where missing headers get anything but one line.
+don't fit give numbers instead of an error, where a wrong operator passes the gate of ``accel optimize``, or where
+missing headers get anything but one line.
 
 The headers are in no wheel of ONNX Runtime: $ACCEL_ONNXRUNTIME_INCLUDE says where they are.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +28,30 @@ from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
 from accel.cli.kernels import command
-from accel.errors import AccelError, BadConfig, UnsupportedHere
-from accel.kernels import reference
+from accel.converters.fuse_kernels import FuseKernelsConfig
+from accel.errors import AccelError, BadConfig, GateFailed, UnsupportedHere
+from accel.kernels import bridges, reference
 from accel.kernels.bridges import build_for_onnxruntime
-from accel.kernels.onnx_function import DOMAIN, DTYPES, OPERANDS, PRODUCTS, FusedGemm, QuantizeRowwise
-from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.kernels.onnx_function import DOMAIN, DTYPES, OPERANDS, PRODUCTS, FusedConv2d, FusedGemm, QuantizeRowwise
+from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.optimizer.recipes import STAGE_LIMITS
 from accel.runtimes.base import SessionOptions
 from accel.runtimes.onnxruntime import OnnxRuntimeSession
 from accel.signature import Signature, TensorSpec
+from accel.sources.onnx_file import open_onnx
+from accel.stage import run_stage
+from accel.verify.gates import OutputGate
 
 INCLUDE = os.environ.get("ACCEL_ONNXRUNTIME_INCLUDE", "")
 M, N, K = 6, 5, 7
+IMAGES, CHANNELS, HEIGHT, WIDTH, FILTERS = 2, 3, 7, 6, 4
+# Kernel, stride, padding and dilation of convolutions.
+GEOMETRIES = (
+    ((3, 2), (2, 1), (1, 0), (1, 2)),
+    ((1, 1), (1, 1), (0, 0), (1, 1)),
+    ((3, 3), (1, 1), (1, 1), (1, 1)),
+    ((2, 5), (3, 2), (2, 4), (2, 1)),
+)
 SHAPES = {
     "a": [M, K],
     "a3": [2, 3, K],
@@ -48,9 +64,50 @@ SHAPES = {
     "col": [N],
     "whole_a": [M, K],
     "whole_b": [K, N],
+    "image": [IMAGES, CHANNELS, HEIGHT, WIDTH],
+    "filters": [FILTERS],
 }
 TORCH = {dtype: reference.TORCH_DTYPES[text] for dtype, text in OPERANDS.items()}
 OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)]
+
+
+def convolution(geometry: int = 0, **epilogue: Any) -> FusedConv2d:
+    given = {"act": "relu", "bias": True, "residual": False, "dtype": TensorProto.FLOAT, **epilogue}
+    return FusedConv2d(
+        **dict(zip(("kernel", "stride", "padding", "dilation"), GEOMETRIES[geometry], strict=True)), **given
+    )
+
+
+def spec_of(function: FusedConv2d) -> ConvSpec:
+    epilogue = EpilogueSpec(
+        act=function.act, bias=function.bias, residual=function.residual, out_dtype=DTYPES[function.dtype]
+    )
+    return ConvSpec(
+        images=IMAGES,
+        height=HEIGHT,
+        width=WIDTH,
+        c_in=CHANNELS,
+        c_out=FILTERS,
+        kernel=function.kernel,
+        stride=function.stride,
+        padding=function.padding,
+        dilation=function.dilation,
+        in_dtype=DTYPES[function.dtype],
+        epilogue=epilogue,
+    )
+
+
+def conv_inputs(function: FusedConv2d) -> dict[str, list[int]]:
+    """The inputs by name, and their shapes."""
+    spec = spec_of(function)
+    kernel, out = function.kernel, (spec.out_height, spec.out_width)
+    found = {"image": SHAPES["image"], f"weight{kernel[0]}x{kernel[1]}": [FILTERS, CHANNELS, *kernel]}
+    found |= {"filters": [FILTERS]} if function.bias else {}
+    return found | ({f"sum{out[0]}x{out[1]}": [IMAGES, FILTERS, *out]} if function.residual else {})
+
+
+for _geometry in range(len(GEOMETRIES)):
+    SHAPES |= conv_inputs(convolution(_geometry, residual=True))
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +117,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_for_onnxruntime(Path(INCLUDE), cache=tmp_path_factory.mktemp("bridge")).path
 
 
-def options(library: Path | None) -> ort.SessionOptions:
+def options(library: Path | None, *convolutions: FusedConv2d) -> ort.SessionOptions:
     made = ort.SessionOptions()
+    for at, function in enumerate(convolutions):
+        made.add_session_config_entry(f"custom_op.FusedConv2d.{at}", function.name)
     if library is not None:
         made.register_custom_ops_library(str(library))
     return made
@@ -71,7 +130,9 @@ def session(made: onnx.ModelProto, given: ort.SessionOptions) -> ort.InferenceSe
     return ort.InferenceSession(made.SerializeToString(), given, providers=["CPUExecutionProvider"])
 
 
-def inputs_of(function: FusedGemm) -> list[str]:
+def inputs_of(function: FusedGemm | FusedConv2d) -> list[str]:
+    if isinstance(function, FusedConv2d):
+        return list(conv_inputs(function))
     wide = "3" if function.product == "matmul" else ""
     names = [f"a{wide}", "nt" if function.product == "gemm_nt" else "nn"]
     if function.operand == TensorProto.INT8:
@@ -80,7 +141,7 @@ def inputs_of(function: FusedGemm) -> list[str]:
     return [*names, *["bias"] * function.bias, *scales, *[f"residual{wide}"] * function.residual]
 
 
-def model(functions: list[FusedGemm], *, bodies: bool) -> onnx.ModelProto:
+def model(functions: Sequence[FusedGemm | FusedConv2d], *, bodies: bool) -> onnx.ModelProto:
     """Each function once on the same fp32 inputs, cast to the dtypes it takes; its output cast back to fp32."""
     nodes = []
     taken = {function.name: list(zip(inputs_of(function), function.dtypes, strict=True)) for function in functions}
@@ -101,6 +162,7 @@ def feeds() -> dict[str, np.ndarray[Any, Any]]:
     g = np.random.default_rng(0)
     made = {name: g.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
     made |= {name: 0.01 * made[name] for name in ("row", "col")}
+    made |= {name: 0.2 * made[name] for name in made if name.startswith("weight")}
     made |= {name: np.rint(40 * made[name]).clip(-128, 127) for name in ("whole_a", "whole_b")}
     return made | {"a3": made["a"].reshape(SHAPES["a3"]), "residual3": made["residual"].reshape(SHAPES["residual3"])}
 
@@ -186,19 +248,20 @@ def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, libra
 
 @pytest.mark.proof
 def test_the_operator_is_taken_and_equals_its_body(library: Path, tmp_path: Path) -> None:
-    """fp32: 1e-5 of the largest element, another order of the same few roundings."""
-    function = FusedGemm(product="matmul", act="gelu_erf", bias=True, residual=True, dtype=TensorProto.FLOAT)
-    made = model([function], bodies=True)
+    """A product and a convolution. fp32: 1e-5 of the largest element, another order of the same few roundings."""
+    product = FusedGemm(product="matmul", act="gelu_erf", bias=True, residual=True, dtype=TensorProto.FLOAT)
+    conv = convolution(residual=True)
+    made = model([product, conv], bodies=True)
     optimized = {}
     results = {}
-    for name, given in (("inlined", options(None)), ("operator", options(library))):
+    for name, given in (("inlined", options(None)), ("operator", options(library, conv))):
         given.optimized_model_filepath = str(tmp_path / f"{name}.onnx")
-        results[name] = session(made, given).run(None, feeds())[0]
+        results[name] = session(made, given).run(None, feeds())
         optimized[name] = {node.op_type for node in onnx.load(tmp_path / f"{name}.onnx").graph.node}
-    assert function.name not in optimized["inlined"]
-    assert function.name in optimized["operator"]
-    limit = 1e-5 * float(np.abs(results["inlined"]).max())
-    np.testing.assert_allclose(results["operator"], results["inlined"], rtol=0, atol=limit)
+    assert not {product.name, conv.name} & optimized["inlined"]
+    assert {product.name, conv.name} <= optimized["operator"]
+    for inlined, taken in zip(results["inlined"], results["operator"], strict=True):
+        np.testing.assert_allclose(taken, inlined, rtol=0, atol=1e-5 * float(np.abs(inlined).max()))
 
 
 @pytest.mark.proof
@@ -222,6 +285,122 @@ def test_operands_that_do_not_fit_are_an_error(library: Path, wrong: dict[str, l
 
 
 @pytest.mark.proof
+def test_every_convolution_is_the_reference(library: Path) -> None:
+    """240 of them, without bodies: strides, padding and dilation that differ by axis, every epilogue and dtype. Against
+    float64: half a unit in the last place of the result, and 1e-5 of fp32 sums."""
+    flags = itertools.product(range(len(GEOMETRIES)), ACTS, (False, True), (False, True), DTYPES)
+    functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
+    made = model(functions, bodies=False)
+    with pytest.raises(Exception, match=r"is not a registered function/op"):
+        session(made, options(library))  # nobody said which convolutions there are
+    given = feeds()
+    for function, got in zip(functions, session(made, options(library, *functions)).run(None, given), strict=True):
+        right_convolution(function, got)
+
+
+def right_convolution(function: FusedConv2d, got: np.ndarray[Any, Any]) -> None:
+    rounded = [
+        torch.from_numpy(feeds()[name]).to(TORCH[function.dtype]).double().numpy() for name in inputs_of(function)
+    ]
+    image, weight, *rest = (x.transpose(0, 2, 3, 1) if x.ndim == 4 else x for x in rounded)
+    there = [name for name in ("bias", "residual") if getattr(function, name)]
+    wanted = reference.conv2d_numpy(spec_of(function), image, weight, **dict(zip(there, rest, strict=True)))
+    wanted = wanted.transpose(0, 3, 1, 2)
+    relative, step = reference.ROUNDING[DTYPES[function.dtype]]
+    assert got.shape == wanted.shape
+    assert np.all(np.abs(got - wanted) <= relative * np.abs(wanted) + step + 1e-5), function.name
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"weight3x2": [FILTERS, CHANNELS + 1, 3, 2]}, "agree on the channels"),
+        ({"weight3x2": [FILTERS, CHANNELS, 3, 3]}, "another kernel than the name says"),
+        ({"image": [IMAGES, CHANNELS, HEIGHT, 2]}, "larger than the padded image"),
+        ({"image": [CHANNELS, HEIGHT, WIDTH]}, "four axes"),
+        ({"filters": [1]}, "an element a channel"),
+        ({"sum4x4": [IMAGES, FILTERS, 4, 1]}, "shape of the output"),
+    ],
+)
+def test_a_convolution_of_what_does_not_fit_is_an_error(
+    library: Path, wrong: dict[str, list[int]], message: str
+) -> None:
+    function = convolution(residual=True)
+    made = model([function], bodies=False)
+    for value in made.graph.input:
+        value.type.tensor_type.ClearField("shape")
+    given = feeds() | {name: np.zeros(shape, np.float32) for name, shape in wrong.items()}
+    with pytest.raises(Exception, match=message):
+        session(made, options(library, function)).run(None, given)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
+)
+def test_a_name_that_is_no_convolution_is_passed_over(library: Path, name: str) -> None:
+    """Its body runs, as of every operator that isn't accel's."""
+    made = model([convolution()], bodies=True)
+    node = next(node for node in made.graph.node if node.domain == DOMAIN)
+    node.op_type = made.functions[0].name = name
+    given = options(None)
+    given.add_session_config_entry("custom_op.FusedConv2d.0", name)
+    given.register_custom_ops_library(str(library))
+    right_convolution(convolution(), session(made, given).run(None, feeds())[0])
+
+
+@pytest.mark.proof
+def test_a_session_takes_the_convolutions_of_its_model(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = convolution(act="silu", residual=True)
+    monkeypatch.setenv("ACCEL_ONNXRUNTIME_LIBRARY", str(library))
+    with opened(function, tmp_path) as session:
+        right_convolution(function, session.run(feeds())[function.name])
+
+
+@pytest.mark.proof
+def test_a_wrong_operator_does_not_pass_the_gate(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage and the gate of ``accel optimize --kernels``: the fused convolution is computed by the library, and
+    where that forgets the stride the gate says so."""
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
+
+    def fuse(operators: Path, seed: int) -> Artifact:
+        # Other weights each time: what a model computed is remembered within a process.
+        weight = np.random.default_rng(seed).standard_normal((4, 3, 3, 3)).astype(np.float32)
+        nodes = [
+            helper.make_node("Conv", ["x", "w"], ["c"], strides=[2, 1], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["c"], ["y"]),
+        ]
+        ends = [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape])
+            for name, shape in (("x", [3, 8, 8]), ("y", [4, 4, 8]))
+        ]
+        graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [onnx.numpy_helper.from_array(weight, "w")])
+        onnx.save(helper.make_model(graph, opset_imports=OPSETS[:1], ir_version=10), tmp_path / "conv.onnx")
+        monkeypatch.setenv("ACCEL_ONNXRUNTIME_LIBRARY", str(operators))
+        gates = [OutputGate(limit=STAGE_LIMITS["simplify"])]
+        src = open_onnx(tmp_path / "conv.onnx", probe=False)
+        return run_stage("fuse_kernels", src, FuseKernelsConfig(), gates=gates, out=tmp_path / f"{seed}.onnx")
+
+    made = fuse(library, 0)
+    assert [node.op_type for node in onnx.load(made.path).graph.node] == ["FusedConv2d_k3x3_s2x1_p1x1_d1x1_relu_fp32"]
+    for folder in ("plugins", "csrc"):
+        shutil.copytree(bridges.PLUGINS.parent / folder, tmp_path / folder)
+    source = tmp_path / "plugins" / "onnxruntime_conv2d.h"
+    text = source.read_text()
+    assert "oh * spec.stride[0]" in text
+    source.write_text(text.replace("oh * spec.stride[0]", "oh"))
+    monkeypatch.setattr(bridges, "PLUGINS", tmp_path / "plugins")
+    planted = build_for_onnxruntime(Path(INCLUDE), cache=tmp_path / "bridge").path
+    with pytest.raises(GateFailed):
+        fuse(planted, 1)
+
+
+@pytest.mark.proof
 def test_the_command_builds_it_once(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     for cached in ("false", "true"):
@@ -231,11 +410,14 @@ def test_the_command_builds_it_once(library: Path, monkeypatch: pytest.MonkeyPat
         assert "libaccel_onnxruntime.so" in result.output
 
 
-def opened(function: FusedGemm, folder: Path) -> OnnxRuntimeSession:
+def opened(function: FusedGemm | FusedConv2d, folder: Path) -> OnnxRuntimeSession:
     """accel's session of a model with one operator that has no body."""
     onnx.save(model([function], bodies=False), folder / "model.onnx")
     inputs = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in SHAPES.items())
-    signature = Signature(inputs, (TensorSpec(function.name, "float32", (M, N)),))
+    out = (M, N)
+    if isinstance(function, FusedConv2d):
+        out = tuple(conv_inputs(replace(function, residual=True)).popitem()[1])
+    signature = Signature(inputs, (TensorSpec(function.name, "float32", out),))
     return OnnxRuntimeSession(Artifact(path=folder / "model.onnx", kind="onnx", signature=signature), SessionOptions())
 
 

@@ -1,7 +1,8 @@
 """The plugins for TensorRT in C++ (IPluginV3), compiled against its headers and driven as TensorRT does.
 
 The headers are a stub of the interface (``tensorrt_stub/``) and, where ``$ACCEL_TENSORRT_INCLUDE`` says where they are,
-the real ones too. The library of TensorRT is not here: what is shown is the plugin's own logic, on the host's kernels.
+the real ones too. The library of TensorRT is not here: what is shown is the plugins' own logic, on the host's kernels
+and, of products of 24 columns, a stand-in for the tensor-core GEMM.
 
 These fail where a name of ``accel.kernels.onnx_function`` has no creator or another epilogue, where types, shapes, the
 fields that are kept or the order of the inputs are wrong, where a result isn't the reference's, where sizes that no
@@ -23,17 +24,23 @@ from click.testing import CliRunner
 from onnx import TensorProto
 
 from accel.cli.kernels import command
-from accel.errors import UnsupportedHere
-from accel.kernels import bridges, build, reference
+from accel.errors import BadFeeds, UnsupportedHere
+from accel.kernels import bridges, build, native, reference
 from accel.kernels.onnx_function import DTYPES, FusedGemm, parse
 from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
 
 STUB = Path(__file__).with_name("tensorrt_stub")
 INCLUDE = os.environ.get("ACCEL_TENSORRT_INCLUDE", "")
 TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "fp8_e4m3": 6, "bf16": 7}  # nvinfer1::DataType
 DTYPE = {text: dtype for dtype, text in DTYPES.items()}
+PATCHES = "kPatchBytes = 256 << 20"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def nhwc(tensor: torch.Tensor) -> torch.Tensor:
+    """An image or a weight with its channels last in memory; another tensor as it is."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 class Plugins:
@@ -52,7 +59,7 @@ class Plugins:
         self,
         name: str,
         inputs: list[tuple[torch.Tensor, str]],
-        out: tuple[int, int],
+        out: tuple[int, ...],
         dtype: str,
         *,
         fields: dict[str, int] | None = None,
@@ -61,9 +68,9 @@ class Plugins:
     ) -> tuple[int, torch.Tensor, int]:
         """What came of it (0: right), the output, and how many tactics there were."""
         given = fields or {}
-        result = torch.full(out, float("nan"), dtype=TORCH_DTYPES[dtype])
+        result = nhwc(torch.full(out, float("nan"), dtype=TORCH_DTYPES[dtype]))
         shapes = [*(tuple(tensor.shape) for tensor, _ in inputs), out]
-        dims = [size for shape in shapes for size in (*shape, 0)[:2]]
+        dims = [size for shape in shapes for size in (*shape, 0, 0, 0)[:4]]
         types = [*(TYPES[kind] for _, kind in inputs), TYPES[dtype]]
         tactics = ctypes.c_int32()
         status = self._driver.run(
@@ -77,7 +84,7 @@ class Plugins:
             (ctypes.c_void_p * len(inputs))(*(tensor.data_ptr() for tensor, _ in inputs)),
             (ctypes.c_int32 * len(types))(*types),
             (ctypes.c_int64 * len(dims))(*dims),
-            (ctypes.c_int32 * len(inputs))(*(tensor.dim() for tensor, _ in inputs)),
+            (ctypes.c_int32 * len(shapes))(*map(len, shapes)),
             ctypes.c_void_p(result.data_ptr()),
             ctypes.c_int64(largest_m),
             tactic,
@@ -92,8 +99,13 @@ class Plugins:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the host: no GEMM of CUTLASS, so that products of more than 16 rows have no kernel."""
-    return build.build_for_host("undefined", cache=tmp_path_factory.mktemp("kernels")).path
+    """For the host: no GEMM of CUTLASS. Products of more than 16 rows have a kernel where they have 24 columns."""
+    folder = tmp_path_factory.mktemp("kernels")
+    sources = shutil.copytree(build.SOURCES, folder / "csrc")
+    shutil.copy(STUB / "host_gemm.cu", sources)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "SOURCES", sources)
+        return build.build_for_host("undefined", cache=folder).path
 
 
 @pytest.fixture(scope="module", params=["stub", "real"])
@@ -102,7 +114,15 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
         pytest.skip("needs TensorRT's headers in $ACCEL_TENSORRT_INCLUDE")
     include = Path(INCLUDE) if request.param == "real" else STUB
     folder = tmp_path_factory.mktemp("tensorrt")
-    library = bridges.build_for_tensorrt(include, kernels=kernels, cache=folder).path
+    shutil.copytree(build.SOURCES, folder / "csrc")
+    copied = shutil.copytree(bridges.PLUGINS, folder / "plugins")
+    source = copied / "tensorrt_conv2d.h"
+    text = source.read_text()
+    assert PATCHES in text
+    source.write_text(text.replace(PATCHES, "kPatchBytes = 4 << 10"))  # two of the images below at a time
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(bridges, "PLUGINS", copied)
+        library = bridges.build_for_tensorrt(include, kernels=kernels, cache=folder).path
     # The stub's folder, where the driver is, must not be in the way of the real headers.
     driver = shutil.copy(STUB / "driver.cpp", folder)
     folders = [f"-isystem{path}" for path in (include, *bridges.cuda_includes())]
@@ -130,8 +150,8 @@ def operands(function: FusedGemm, m: int, n: int, k: int) -> dict[str, torch.Ten
 @pytest.mark.proof
 def test_every_name_has_a_creator(plugins: Plugins) -> None:
     """All that b as (N, K) and an fp16 or bf16 output allow, each once; every one is a name that accel gives."""
-    assert plugins.names[0] == "FusedGemm"
-    named = plugins.names[1:]
+    assert plugins.names[:2] == ["FusedGemm", "FusedConv2d"]
+    named = plugins.names[2:]
     assert len(named) == len(set(named)) == 2 * 3 * len(ACTS) * 16
     for name in named:
         function = parse(name)
@@ -179,7 +199,7 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
         return status
 
     assert run(16) == 0
-    assert run(17, largest_m=17) > 100, "there is no GEMM in the host's library"
+    assert run(17, largest_m=17) > 100, "there is no GEMM of 8 columns in the host's library"
     assert "accel FusedGemm: " in plugins.said
     assert run(4, largest_m=4096) == 0, "few rows of a range that goes further"
     assert run(4, tactic=12345) == 0, "a tactic of another library"
@@ -195,6 +215,112 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     for wrong in ({"act": 9}, {"bias": 2}, {"dtype": 0}, {"out_dtype": 3}):
         assert plugins.run("FusedGemm", good, (4, 8), "fp16", fields=wrong)[0] == 2, wrong
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
+
+
+# Kernel, stride, padding and dilation: what differs by axis, and an image that is its own patches.
+GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
+
+
+def convolution(spec: ConvSpec) -> tuple[dict[str, int], list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Fields and inputs of the layer, its right result and how far from that it may be, all in ONNX's layout."""
+    e = spec.epilogue
+    g = torch.Generator().manual_seed(spec.images * spec.c_out)
+    x = torch.randn(spec.images, spec.c_in, spec.height, spec.width, generator=g)
+    weight = torch.randn(spec.c_out, spec.c_in, *spec.kernel, generator=g)
+    out = (spec.images, spec.c_out, spec.out_height, spec.out_width)
+    added = {"bias": torch.randn(spec.c_out, generator=g), "residual": torch.randn(out, generator=g)}
+    inputs = [x, weight, *(tensor for name, tensor in added.items() if getattr(e, name))]
+    inputs = [nhwc(tensor.to(TORCH_DTYPES[e.out_dtype])) for tensor in inputs]
+    last = [tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor for tensor in inputs]
+    given = dict(zip([name for name in added if getattr(e, name)], last[2:], strict=True))
+    exact = reference.conv2d_torch(spec, last[0], last[1], given)
+    geometry = {"stride": spec.stride, "padding": spec.padding, "dilation": spec.dilation}
+    patches = torch.nn.functional.unfold(inputs[0].float(), spec.kernel, **geometry).transpose(1, 2).flatten(0, 1)
+    matrix = inputs[1].float().flatten(1).t()
+    rows = given | ({"residual": given["residual"].reshape(-1, spec.c_out)} if e.residual else {})
+    bound = reference.gemm_bound(spec.gemm, patches, matrix, rows).reshape(exact.shape)
+    fields = {"act": ACTS.index(e.act), "bias": int(e.bias), "residual": int(e.residual)}
+    fields |= {"dtype": {"fp16": 1, "bf16": 2}[e.out_dtype]}
+    for name, pair in {"kernel": spec.kernel, **geometry}.items():
+        fields |= {f"{name}_h": pair[0], f"{name}_w": pair[1]}
+    return fields, inputs, exact.permute(0, 3, 1, 2), bound.permute(0, 3, 1, 2)
+
+
+def run_convolution(plugins: Plugins, spec: ConvSpec, **changed: int) -> tuple[int, float, int]:
+    """What came of it (0: right), how much of the bound the error takes, and how many tactics there were."""
+    fields, inputs, exact, bound = convolution(spec)
+    dtype = spec.epilogue.out_dtype
+    status, got, tactics = plugins.run(
+        "FusedConv2d",
+        [(tensor, dtype) for tensor in inputs],
+        tuple(exact.shape),
+        dtype,
+        fields=fields | changed,
+        largest_m=spec.images,
+    )
+    return status, reference.error_over_bound(got, exact, bound), tactics
+
+
+def conv_spec(geometry: int = 0, *, images: int = 1, c_in: int = 8, c_out: int = 8, **epilogue: Any) -> ConvSpec:
+    kernel, stride, padding, dilation = GEOMETRIES[geometry]
+    size = {"height": 7, "width": 6} if geometry == 0 else {"height": 5, "width": 3}
+    e = EpilogueSpec(**{"act": "relu", "bias": True, "residual": True, "out_dtype": "fp16", **epilogue})
+    words = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "in_dtype": e.out_dtype}
+    return ConvSpec(images=images, c_in=c_in, c_out=c_out, **size, **words, epilogue=e)
+
+
+@needs_compiler
+@pytest.mark.proof
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
+def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plugins) -> None:
+    """Every epilogue, of 16 and of 15 output pixels, whose products the kernel for few rows takes. ``gemm_bound``."""
+    for act in ACTS:
+        for flags in range(4):
+            epilogue = {"act": act, "bias": bool(flags & 1), "residual": bool(flags & 2), "out_dtype": dtype}
+            spec = conv_spec(geometry, **epilogue)
+            status, error, tactics = run_convolution(plugins, spec)
+            assert (status, tactics) == (0, 1), (spec, plugins.said)
+            assert error <= 1, spec
+
+
+@needs_compiler
+@pytest.mark.proof
+@pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
+def test_a_convolution_of_more_images_than_fit_at_a_time(geometry: int, plugins: Plugins) -> None:
+    """Five images by two, two and one, with the stand-in for a tensor-core GEMM."""
+    status, error, tactics = run_convolution(plugins, conv_spec(geometry, images=5, c_out=24, act="silu"))
+    assert (status, tactics) == (0, 1), plugins.said
+    assert error <= 1
+
+
+@needs_compiler
+@pytest.mark.proof
+def test_what_is_no_convolution_is_an_error(plugins: Plugins) -> None:
+    spec = conv_spec()
+    for wrong in ({"act": 9}, {"residual": 2}, {"dtype": 3}, {"stride_w": 0}, {"padding_h": -1}, {"kernel_h": 0}):
+        assert run_convolution(plugins, spec, **wrong)[0] == 2, wrong
+    assert run_convolution(plugins, spec, residual=0)[0] == 5, "an input too many"
+    assert run_convolution(plugins, conv_spec(c_in=12))[0] == 5, "channels that are no multiple of 8"
+    assert run_convolution(plugins, conv_spec(c_out=12))[0] == 5
+    assert run_convolution(plugins, spec, stride_w=2)[0] == 9, "another geometry than that of the output"
+    assert run_convolution(plugins, conv_spec(1), dilation_h=3)[0] == 0, "of one tap nothing is apart"
+    assert run_convolution(plugins, conv_spec(1), kernel_w=2, padding_w=1, dilation_w=2)[0] == 102
+    assert run_convolution(plugins, conv_spec(images=5))[0] > 100, "there is no GEMM of 8 columns"
+    assert "accel FusedConv2d: " in plugins.said
+
+
+@needs_compiler
+@pytest.mark.proof
+def test_an_int8_sum_that_could_overflow_is_refused(kernels: Path) -> None:
+    """Where the largest K is taken, the next check finds that the configuration is for another dtype."""
+    library = native.Library(kernels)
+    for k, message in ((131071 + 1, "int8 a K of 131071"), (131071 - 15, "no kernel for this dtype")):
+        problem = native.Problem(
+            a=256, b=256, out=256, m=1, n=24, k=k, dtype=native.DTYPES["int8"], out_dtype=native.DTYPES["fp16"]
+        )
+        with pytest.raises(BadFeeds, match=message):
+            library.gemm_workspace("host_fp16_naive", problem)
 
 
 def test_missing_headers_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

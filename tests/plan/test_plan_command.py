@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from accel.cli import group, run
 from accel.train.config import TrainConfig
@@ -136,6 +137,9 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
         ("plan --params 7.5e9 --world 64 --tp 4", "pass --layers"),
         ("plan --params 7.5e9 --world 64 --cp 4", "pass --layers"),
         ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "don't all divide by cp 4"),
+        ("plan --layers 4 --hidden 60 --heads 6 --kv-heads 4 --seq 64", "can't share --kv-heads 4 evenly"),
+        ("plan --layers 4 --hidden 60 --kv-heads 4 --seq 64", "pass --heads too"),
+        ("plan --layers 4 --hidden 64 --heads 8 --kv-heads 2 --seq 64 --world 4 --tp 4", "8 heads (2 of keys"),
         ("plan --params x --world 4", "write e.g. 80G"),
         ("plan --params 70e9 --world 2 --hbm 8G", "use more ranks"),
         ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "has tp 2; leave one of them to the search"),
@@ -155,3 +159,22 @@ def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
     line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
     assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
     assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2
+
+
+@pytest.mark.parametrize("kv_heads", [12, 4, 1])
+def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str], kv_heads: int) -> None:
+    """Fails if keys and values of grouped queries are planned as large as queries: what is counted of a model whose
+    layers are the formula's (Starcoder2) is other by more than its last norm, or Llama's, which has no biases, by more
+    than half a percent."""
+    from transformers import LlamaConfig, LlamaModel, Starcoder2Config, Starcoder2Model
+
+    shape = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}
+    shape["num_key_value_heads"] = kv_heads
+    with torch.device("meta"):
+        made = Starcoder2Model(Starcoder2Config(**shape, intermediate_size=4 * 768))
+        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))  # three products as large as two
+    line = f"plan --layers 4 --hidden 768 --heads 12 --kv-heads {kv_heads} --vocab 1000 --precision fp32 --json"
+    assert run(group, line.split()) == 0
+    planned = json.loads(capsys.readouterr().out)["parameter_bytes_per_rank"] / 4
+    assert planned + 2 * 768 == sum(p.numel() for p in made.parameters())
+    assert planned == pytest.approx(sum(p.numel() for p in llama.parameters()), rel=0.005)

@@ -170,3 +170,28 @@ def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
     sent = data_parallel_bytes(spec, layout)
     assert sent <= found.sent * 1.0001 <= sent * 1.002
     assert found.collectives["allreduce_"] > 0
+
+
+def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
+    """Fails if of layouts with the same estimated time the first one recomputes, sends more than another, takes smaller
+    micro-batches than fit, or shards what needn't be sharded."""
+    small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
+    first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
+    assert first == Layout(world=8, micro_batch=8)  # plain data parallel, the whole of a rank's batch at once
+    for hbm in (40e9, 80e9, 300e9):
+        found = search(SEVEN, Machine(hbm=hbm, bandwidth=300e9), world=64, global_batch=512)
+        best, *others = [one for one in found if one.time.step == found[0].time.step]
+        assert others
+        kept = [one for one in others if one.layout.recompute == "none"] if best.layout.recompute == "none" else others
+        assert best.layout.recompute == "none" or all(one.layout.recompute != "none" for one in others)
+        least = min(sum(one.sent.values()) for one in (best, *kept))
+        assert sum(best.sent.values()) == pytest.approx(least)
+        alike = [one.layout for one in kept if sum(one.sent.values()) == pytest.approx(least)]
+        assert (best.layout.pp, best.layout.tp, best.layout.cp) == (1, 1, 1)
+        assert all(one.micro_batch <= best.layout.micro_batch for one in alike)
+        same = [one for one in alike if one.micro_batch == best.layout.micro_batch]
+        assert all(
+            (one.offload, one.hpz, one.replicate, one.zero)
+            > (best.layout.offload, best.layout.hpz, best.layout.replicate, best.layout.zero)
+            for one in same
+        )

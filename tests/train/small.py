@@ -75,6 +75,49 @@ def decoder() -> torch.nn.Module:
     return _Decoder()
 
 
+class _Counting(torch.nn.Module):
+    """Attention that writes down its heads: what ``shape`` says, of one product or of three."""
+
+    def __init__(self, shape: tuple[int, int], *, together: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        if together:
+            self.qkv = torch.nn.Linear(32, 96)
+        else:
+            self.query, self.key, self.value = (torch.nn.Linear(32, 32) for _ in range(3))
+        self.out = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.query(x), self.key(x), self.value(x))
+        q, k, v = (part.reshape(*part.shape[:2], *self.shape).transpose(1, 2) for part in parts)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def _counting(*shape: int, together: bool = False) -> torch.nn.Module:
+    model = GPT(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=4, seq=LENGTH))
+    model.blocks[0].attention = _Counting(shape, together=together)  # type: ignore[assignment, arg-type]
+    return model
+
+
+def one_head() -> torch.nn.Module:
+    return GPT(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=1, seq=LENGTH))
+
+
+def all_heads() -> torch.nn.Module:
+    """On two ranks, twice as many heads as there are, half as wide."""
+    return _counting(4, -1)
+
+
+def whole_heads() -> torch.nn.Module:
+    """On two ranks, more numbers than there are."""
+    return _counting(4, 8)
+
+
+def one_product() -> torch.nn.Module:
+    """On two ranks, the halves of queries, keys and values that lie together, taken for thirds."""
+    return _counting(-1, 8, together=True)
+
+
 def odd_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Sequences of a length that two ranks can't share."""
     return [(ids[:15], targets[:15]) for ids, targets in data()]

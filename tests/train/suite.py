@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,17 +27,7 @@ from accel.train.loop import Trainer
 
 HERE = Path(__file__).parent / "small.py"
 STEPS, HALF = 10, 5
-PLAN = {
-    "embed.tokens": "vocabulary",
-    "embed.positions": "split",
-    "blocks.*.norm?": "sequence",
-    "blocks.*.attention.[qkv]*": "column",
-    "blocks.*.attention.out": "row",
-    "blocks.*.up": "column",
-    "blocks.*.down": "row",
-    "norm": "sequence",
-    "head": "vocabulary",
-}
+PLAN = tomllib.loads((Path(__file__).parents[2] / "examples" / "gpt.toml").read_text())["tensor_parallel"]
 
 # For ``small.py:decoder``.
 OWN_PLAN = {
@@ -463,6 +454,7 @@ def _refused(folder: Path) -> dict[str, str]:
     for name, plan, overrides in (
         ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
         ("odd length", PLAN, [f"data={HERE}:odd_data"]),
+        *((name, PLAN, [f"model={HERE}:{name}"]) for name in ("one_head", "all_heads", "whole_heads", "one_product")),
         ("turned after the cut", {}, [OWN_MODEL, "parallel.tp=1", "parallel.cp=2"]),
         ("cut too late", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=blocks.0"]),
         ("cut too early", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=embed.tokens"]),

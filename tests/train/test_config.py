@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import BadConfig, BadData
+from accel.train import layout
 from accel.train.config import TrainConfig
 from accel.train.data import MicroBatches, Order, loader
 from accel.train.schedule import learning_rate
@@ -67,6 +69,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
         ({"parallel": {"tp": 3}}, 4, "use a multiple of 3 ranks"),
         ({"parallel": {"replicate": 3}}, 4, "don't divide into 3 replicas"),
         ({"parallel": {"tp": 2}, "shape": {"heads": 3}}, 4, "3 heads don't divide by tp 2"),
+        ({"parallel": {"tp": 4}, "shape": {"heads": 8, "kv_heads": 2}}, 4, "8 heads (2 of keys and"),
         ({"tensor_parallel": {"blocks.*": "diagonal"}}, 2, "is 'diagonal'; use one of column"),
         ({"parallel": {"cp": 2, "tp": 2}}, 4, "use tp 1 and pp 1 with cp"),
         ({"parallel": {"cp": 3}}, 4, "tp 1 x pp 1 x cp 3; use a multiple of 3 ranks"),
@@ -99,6 +102,25 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
     with pytest.raises(BadConfig) as caught:
         _config(**tables).validate(world)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
+def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
+    """Fails if a rank that evaluates for longer than torch's half an hour, which ``hang_seconds`` allows, costs the
+    run, because the others gave it up in the group that they wait in."""
+    waits = []
+
+    def noted(*_: object, timeout: timedelta, **__: object) -> None:
+        waits.append(timeout)
+
+    monkeypatch.setattr(layout.dist, "init_process_group", noted)
+    monkeypatch.setattr(layout.dist, "new_group", noted)
+    monkeypatch.setattr(layout, "init_device_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(layout.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert layout.join(_config(hang_seconds=hang)).rank == 1
+    assert waits == [timedelta(hours=hours)] * 2
 
 
 def test_apex_names() -> None:

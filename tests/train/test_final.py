@@ -82,6 +82,18 @@ def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pyt
         open_source(out)
 
 
+def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> None:
+    """Fails if a run with micro-batches of 1, whose samples needn't be of one length, trains to its end and then has no
+    ``final/``, or that doesn't say what the model takes."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        SMALL.read_text() + "\n\ndef uneven():\n"
+        "    return [(ids[: 4 + index % 5], targets[: 4 + index % 5]) for index, (ids, targets) in enumerate(data())]\n"
+    )
+    trainer_of(tmp_path, steps=1, data=f"{source}:uneven", micro_batch=1).run()
+    assert [spec.name for spec in open_source(tmp_path).signature.inputs] == ["ids"]
+
+
 def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if weights that don't fit one file lose a tensor, or the index names the wrong file."""
     monkeypatch.setattr(final, "SHARD_BYTES", 10_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from torch import nn
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
 from accel.train.pipeline import Stage, balance, chain, costs, places
+from accel.train.precision import gradient_norm, share_of_squares
+from accel.train.tensor_check import attempt, check_heads
 from accel.train.tensor_parallel import check_sequence, match
 
 
@@ -60,6 +63,31 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
     for more in ({"embed.tokens": "vocabulary"}, {"embed.positions": "split"}):
         check_sequence(model, match(model, {**columns, **more}))
     check_sequence(model, match(model, {"blocks.*.attention.out": "row"}))
+
+
+def test_heads_that_ranks_would_share_are_refused() -> None:
+    """Fails if a plan that cuts a head in two, or one of the fewer heads of keys, gets as far as an error of torch's
+    about shapes, a number of ranks that divides them is refused, or looking at it leaves something in the model."""
+    model, ids = _gpt(), torch.randint(0, 61, (1, 16))
+    found = attempt(model, ids, []).attentions
+    assert [(one.module, list(one.query)) for one in found] == [
+        (f"blocks.{i}.attention", [1, 4, 16, 8]) for i in range(3)
+    ]
+    assert model.training
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    plan = match(model, {"blocks.*.attention.[qkv]*": "column", "blocks.*.up": "column"})
+    for tp in (2, 4):
+        check_heads(model, plan, found, tp)
+    for tp in (3, 8):
+        with pytest.raises(BadConfig, match=rf"blocks.0.attention.query makes 4 heads of .* tp {tp} .* that divides 4"):
+            check_heads(model, plan, found, tp)
+    check_heads(model, match(model, {"blocks.*.up": "column"}), found, 8)  # attention is left whole
+    grouped = small.decoder()
+    plan = match(grouped, {"layers.*.[qkv]": "column", "layers.*.up": "column"})
+    seen = attempt(grouped, ids, []).attentions
+    check_heads(grouped, plan, seen, 2)
+    with pytest.raises(BadConfig, match=r"layers.0.k makes 2 heads of width 8, and tp 4 .* use a --tp that divides 2"):
+        check_heads(grouped, plan, seen, 4)
 
 
 def test_a_stage_sends_what_lies_in_one_piece() -> None:
@@ -128,3 +156,15 @@ def test_a_chain_that_is_not_the_model_is_refused() -> None:
             costs(model, chain(model), inputs)
     with pytest.raises(BadConfig, match="doesn't say where a pipeline may cut"):
         chain(nn.Linear(2, 2))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5), st.integers(1, 7))
+@settings(max_examples=50, deadline=None)
+def test_parts_of_gradients_add_up(shapes: list[list[int]], ranks: int) -> None:
+    """Fails if ranks that hold the same gradients leave an element out of the norm, or count one twice."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for parameter in parameters[1:]:
+        parameter.grad = torch.randn(parameter.shape)
+    added = sum(float(share_of_squares(parameters, rank, ranks)) for rank in range(ranks))
+    assert added == pytest.approx(float(gradient_norm(parameters)) ** 2, rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import accel
-from accel.train.config import TrainConfig
+from accel.train import pipeline
+from accel.train.config import ParallelConfig, TrainConfig
 from accel.train.layout import Ranks
 from accel.train.loop import Trainer
+from accel.train.loss import cross_entropy
 
 SMALL = Path(__file__).parent / "small.py"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -67,6 +70,29 @@ def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone:
     got = _losses(Trainer(_config(mode, zero), tmp_path, ranks), STEPS)
     bound = {"fp32": 2e-5 if ranks.device.type == "cpu" else 2e-4}.get(mode, 0.01)
     assert max(abs(a - b) for a, b in zip(got, alone, strict=True)) < bound
+
+
+def _normed() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("ranks", DEVICES, indirect=True)
+def test_statistics_see_nothing_but_the_samples(ranks: Ranks) -> None:
+    """Fails if the pass by which a pipeline learns its shapes counts for the running mean of a batch norm, which only
+    shows when the model is evaluated."""
+    data = [(torch.randn(4) + 5, torch.tensor(index % 3)) for index in range(8)]
+    config = TrainConfig(global_batch=8, micro_batch=4, parallel=ParallelConfig(pipeline="gpipe"))
+    staged = replace(ranks, pp=init_device_mesh(ranks.device.type, (1,), mesh_dim_names=("pp",)))
+    module, alone = _normed().to(ranks.device).train(), _normed().to(ranks.device).train()
+    stages = pipeline.cut(module, config, staged, data)
+    batches = [torch.utils.data.default_collate(data[start : start + 4]) for start in (0, 4)]
+    seen = pipeline.Pipelined(stages, config, staged, cross_entropy).run(batches, 1.0)
+    assert seen[1] == 8
+    for x, _ in batches:
+        alone(x.to(ranks.device))
+    for name, buffer in alone.named_buffers():
+        torch.testing.assert_close(module.get_buffer(name), buffer)
 
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)

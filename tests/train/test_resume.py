@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,29 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
     train(config_of(steps=6, evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint=checkpoint), tmp_path / "run")
     names = sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["best.json", "step-00000002", "step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
+def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
+    """Fails if a run that was killed after it had noted its best step and before that was written, whose best
+    checkpoint can't be read, or which is asked for another metric than before, never keeps a best one again, or names
+    it."""
+    first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
+    first.one_step(first.batches())
+    assert first.checkpoints.mark_best(1, {"top1": 0.9})
+    if why != "it was never written":
+        first.save()
+        assert first.checkpoints.standing() is not None
+        assert not first.checkpoints.mark_best(2, {"top1": 0.9})
+    if why == "it is damaged":
+        next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
+    best = "-loss" if why == "another metric is asked for" else "top1"
+    again = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": best})
+    if why == "it is damaged":
+        with pytest.raises(BadCheckpoint):
+            again.resume()
+    assert again.checkpoints.standing() is None
+    assert again.checkpoints.mark_best(2, {"top1": 0.5, "loss": 3.0})
 
 
 def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
@@ -85,13 +109,39 @@ def test_an_evaluation_that_fails_costs_no_step(
         assert json.loads(file.read_text())["metrics"] == {"top1": 0.5}
 
 
+_SCORED = """
+import torch
+
+score = [0.1, 0.9, 0.5]
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(7, 7)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+def model():
+    return Model()
+
+def data():
+    return [(torch.tensor([i, i + 1, i + 2]) % 7, torch.tensor([i, i, i]) % 7) for i in range(16)]
+
+def evaluate(module):
+    return {"loss": score.pop(0)}
+"""
+
+
 def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if the evaluations are no curve in the log, a loss that evaluate measures looks like the training's, or
-    whoever keeps the best checkpoint isn't told that final/ is another one, and how that one is exported."""
-    source, out, onnx = tmp_path / "scores.py", tmp_path / "run", tmp_path / "best.onnx"
-    source.write_text("score = [0.1, 0.9, 0.5]\ndef evaluate(module):\n    return {'loss': score.pop(0)}\n")
+    whoever keeps the best checkpoint isn't told that final/ is another one, or the line that exports it doesn't do so
+    as it is printed: with the inputs, which the factory doesn't declare, and quotes around what a shell would read."""
+    source, out, onnx = tmp_path / "scores.py", tmp_path / "my run", tmp_path / "best.onnx"
+    source.write_text(_SCORED)
     config = tmp_path / "run.toml"
-    tables = {"evaluate": f"{source}:evaluate", "evaluate_every": 1, "checkpoint": {"best": "loss"}, "steps": 3}
+    tables = {name: f"{source}:{name}" for name in ("model", "data", "evaluate")}
+    tables |= {"evaluate_every": 1, "checkpoint": {"best": "loss"}, "steps": 3}
     config.write_text(config_of(**tables).to_toml())
     assert run(group, ["train", str(config), "--out", str(out)]) == 0
     said = capsys.readouterr()
@@ -99,10 +149,13 @@ def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.Capt
     assert "step 2/3  evaluate: loss 0.9000" in said.err
     first, export, best = said.out.strip().splitlines()
     assert "; evaluate: loss 0.5000" in first
-    assert export == f"now: accel export {out} -o model.onnx"
+    assert export == f"now: accel export '{out}' -o model.onnx"
     assert "the best (step 2, loss 0.9000)" in best
-    words = best.partition(": accel ")[2].replace("model.onnx", str(onnx)).split()
+    words = shlex.split(best.partition(": accel ")[2])
     assert words[2:4] == ["--weights", str(out / "checkpoints" / "step-00000002")]
+    assert words[4:] == ["--input", "ids:int64[batch,3]{0..6}", "-o", "model.onnx"]
+    assert run(group, [*words[:-1], str(onnx), "--no-cache", "-q"]) == 0
+    assert onnx.is_file()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
@@ -147,6 +200,26 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
     next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
     with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .* is missing or cut short; restore it"):
         trainer_of(tmp_path).resume()
+
+
+def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
+    """Fails if a run that goes on with another batch or seed, or more data, and so elsewhere in it, doesn't say so, or
+    one that goes on as it was does."""
+    source = tmp_path / "growing.py"
+    source.write_text(SMALL.read_text())
+    said = []
+    for steps, tables, words in (
+        (1, {}, ""),
+        (2, {}, ""),
+        (3, {"global_batch": 16, "seed": 5}, "global_batch, seed changed"),
+        (4, {"global_batch": 16, "seed": 5}, "the number of samples changed"),
+    ):
+        if steps == 4:
+            source.write_text(SMALL.read_text().replace("SAMPLES = 61, 16, 96", "SAMPLES = 61, 16, 200"))
+        trainer_of(tmp_path, steps=steps, model=f"{source}:model", data=f"{source}:data", **tables).run()
+        said += [words] if words else []
+        notes = [row["note"] for row in rows_of(tmp_path) if "note" in row]
+        assert [note.partition(": the samples come in another order")[0] for note in notes if "changed" in note] == said
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

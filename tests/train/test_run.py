@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from runs import SMALL, config_of, logged, rows_of, trainer_of
@@ -15,6 +17,7 @@ import accel.train.launch
 from accel.cli import group, run
 from accel.errors import BadConfig, BadData, TrainingFailed
 from accel.progress import watched_by
+from accel.train.build import make_data
 from accel.train.config import TrainConfig
 from accel.train.launch import first_errors, train
 from accel.train.layout import join
@@ -87,6 +90,8 @@ def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
         result = train(config_of(steps=6, **tables), tmp_path / "halves")
     assert result["steps"] == 6
     assert said[0] == "resumed from step 3"
+    assert sum("MFU" in words for words in said) == 1
+    assert said[1].startswith("MFU isn't shown; --peak-flops=989e12")
     assert {"note": "resumed from step 3"} in rows_of(tmp_path / "halves")
     assert logged(tmp_path / "halves") == logged(tmp_path / "whole")
 
@@ -145,6 +150,48 @@ def test_what_is_no_number_in_float16_is_named(tmp_path: Path, broken: str) -> N
         TrainingFailed, match=r"50 steps in a row overflowed, the loss is nan; .* the gradient of embed.tokens.weight;"
     ):
         trainer.one_step(batches)
+
+
+_SPLIT = """
+import random
+import numpy
+
+def split(samples):
+    order = numpy.random.permutation(len(samples)).tolist()
+    random.shuffle(order)
+    order = [order[i] for i in torch.randperm(len(order))]
+    return [samples[i] for i in order[:48]], [samples[i] for i in order[48:]]
+
+whole = data
+held_out = split(whole())[1]
+
+def data():
+    return split(whole())[0]
+
+def evaluate(module):
+    again = split(whole())[1]
+    return {name: float(sum(ids.sum() for ids, _ in part)) for name, part in (("import", held_out), ("call", again))}
+"""
+
+
+def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
+    """Fails if a data factory that shuffles without a seed of its own gives each rank, or a run that goes on, other
+    samples, if what evaluate holds out isn't what training left out, or the user's own draws are turned back."""
+    source = tmp_path / "drawn.py"
+    source.write_text(SMALL.read_text() + _SPLIT)
+    tables = {"data": f"{source}:data", "evaluate": f"{source}:evaluate", "steps": 1, "seed": 3}
+    numpy.random.seed(1)
+    random.seed(1)
+    one = trainer_of(tmp_path, **tables)
+    after = numpy.random.rand(), random.random()
+    other = trainer_of(tmp_path, **tables)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one.data, other.data, strict=True))
+    everything = sum(int(ids.sum()) for ids, _ in make_data(config_of()))
+    left_out = everything - sum(int(ids.sum()) for ids, _ in one.data)
+    assert one.run()["metrics"] == {"import": left_out, "call": left_out}
+    numpy.random.seed(1)
+    random.seed(1)
+    assert (numpy.random.rand(), random.random()) == after
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -219,7 +266,8 @@ def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> N
 def test_an_interrupt_says_where_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if Ctrl-C promises to go on where nothing was kept, or ends in a traceback."""
+    """Fails if Ctrl-C promises to go on where nothing was kept, or ends in a traceback, or --fresh leaves something of
+    the run before."""
 
     def interrupted(process: subprocess.Popen[bytes], out: Path, _: float) -> None:
         process.kill()
@@ -234,6 +282,10 @@ def test_an_interrupt_says_where_it_goes_on(
         checkpoint = tmp_path / "run" / "checkpoints" / "step-00000012"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "run.json").touch()
+    (tmp_path / "run" / "tensorboard").mkdir()
+    assert run(group, ["train", str(config), "--out", str(tmp_path / "run"), "-q", "--fresh"]) == 1
+    assert "it starts anew" in capsys.readouterr().err
+    assert not [name for name in ("checkpoints", "tensorboard") if (tmp_path / "run" / name).exists()]
 
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
@@ -276,6 +328,42 @@ def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
     """Fails if a config that ``accel plan`` wrote from numbers alone starts processes."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
+
+
+def test_targets_may_be_several(tmp_path: Path) -> None:
+    """Fails if targets that are a dict or a tuple, stacked as inputs are, don't reach the loss."""
+    source = tmp_path / "several.py"
+    source.write_text(
+        SMALL.read_text() + "\n\nfrom accel.train.loss import cross_entropy\n\n"
+        "def named():\n    return [(ids, {'ids': t, 'weight': torch.tensor(1.0)}) for ids, t in data()]\n\n"
+        "def two():\n    return [(ids, (t, torch.tensor(1.0))) for ids, t in data()]\n\n"
+        "def loss(outputs, targets):\n    t, weight = targets.values() if isinstance(targets, dict) else targets\n"
+        "    assert weight.shape == (4,)\n    return cross_entropy(outputs, t)\n"
+    )
+    plain = trainer_of(tmp_path)
+    expected = plain.one_step(plain.batches())["loss"]
+    for name in ("named", "two"):
+        trainer = trainer_of(tmp_path, data=f"{source}:{name}", loss=f"{source}:loss")
+        assert trainer.one_step(trainer.batches())["loss"] == expected
+
+
+def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
+    """Fails if inputs by name mean that a model's FLOPs aren't counted, or one that looks at values, so that they can't
+    be, says nothing."""
+    source = tmp_path / "named.py"
+    source.write_text(
+        SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
+        "class Looks(GPT):\n    def forward(self, ids):\n"
+        "        return super().forward(ids) * (1 if int(ids.max()) < 99 else 2)\n\n"
+        "def looks():\n    return Looks(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=4, seq=LENGTH))\n"
+    )
+    plain, named = (trainer_of(tmp_path, peak_flops=1e12, data=f"{source}:{data}") for data in ("data", "named"))
+    assert plain.built.flops == named.built.flops > 0
+    looks = trainer_of(tmp_path, peak_flops=1e12, steps=1, model=f"{source}:looks")
+    looks.run()
+    note, row = rows_of(tmp_path)
+    assert note["note"].startswith(f"MFU isn't shown: on fake tensors {source}:looks can't be run")
+    assert "mfu" not in row
 
 
 @pytest.mark.slow

@@ -88,6 +88,30 @@ def iterated():
     return iter(data())
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+    def __len__(self):
+        return SAMPLES
+
+
+def loaded():
+    return torch.utils.data.DataLoader(data())
+
+
+class ByName:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"first": 1}[index]
+
+
+def nothing():
+    return []
+
+
 def named():
     return {"train": data()}
 
@@ -116,6 +140,10 @@ def bare(module):
     [
         ("model", "number", "made a int; a model factory makes an nn.Module"),
         ("data", "iterated", "made a list_iterator; a data factory makes a list or another map-style dataset"),
+        ("data", "Streamed", "made a Streamed; .* an iterable one can't be gone on with at a step"),
+        ("data", "loaded", "made a DataLoader; a data factory makes a list"),
+        ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* numbers from 0 to 2"),
+        ("data", "nothing", "made a list without a sample; give data"),
         ("data", "named", "made a dict; a data factory makes a list"),
         ("data", "inputs_alone", r"is a Tensor; it has to be \(inputs, targets\)"),
         ("loss", "mean", r"the loss returned a tensor \[\]; it returns the sum"),

@@ -18,6 +18,10 @@ constexpr int kDtype<cutlass::float_e4m3_t> = ACCEL_FP8;
 
 template <class Made>
 int workspace(const accel_gemm_problem& p, size_t* bytes) {
+  if (!Made::runs_here()) {
+    cudaGetLastError();  // what asking left behind: the next launch would be blamed for it
+    return ACCEL_WRONG_ARCH;
+  }
   *bytes = Made::Adapter::get_workspace_size(Made::arguments(p));
   return ACCEL_OK;
 }

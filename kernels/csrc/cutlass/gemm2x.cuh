@@ -79,5 +79,8 @@ struct Gemm {
                                        1,     // split-K slices: stream-K finds its own
                                        tree, p.a, p.b, nullptr, nullptr, p.m * p.k, p.n * p.k, 0, 0, p.k, p.k, 0, 0);
   }
+
+  // Whether the current device runs it: one library may hold these for another GPU alone.
+  static bool runs_here() { return cutlass::gemm::device::GemmUniversalBase<Kernel>::maximum_active_blocks() > 0; }
 };
 }  // namespace accel2x

@@ -17,7 +17,7 @@ using Sm100 = Gemm<
     kSwap>;
 
 #define ACCEL_CONFIG(tile, ...) \
-  static const RegisterGemm tile##_registered(config<__VA_ARGS__, In, Out>("sm100_" ACCEL_UNIT "_" #tile, 100, 109))
+  static const RegisterGemm tile##_registered(config<__VA_ARGS__, In, Out>("sm100_" ACCEL_UNIT "_" #tile, 100, 100))
 
 using T128x128 = Sm100<128, 128>;
 using T128x256 = Sm100<128, 256>;

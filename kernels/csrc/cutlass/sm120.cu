@@ -12,7 +12,7 @@ using Sm120 = Gemm<cutlass::arch::Sm120, In, Out, Shape<Int<kM>, Int<kN>, Int<kK
                    cutlass::epilogue::collective::EpilogueScheduleAuto, false>;
 
 #define ACCEL_CONFIG(tile, ...) \
-  static const RegisterGemm tile##_registered(config<__VA_ARGS__, In, Out>("sm120_" ACCEL_UNIT "_" #tile, 120, 129))
+  static const RegisterGemm tile##_registered(config<__VA_ARGS__, In, Out>("sm120_" ACCEL_UNIT "_" #tile, 120, 120))
 
 using T128x128 = Sm120<128, 128>;
 // The ping-pong schedule spills at any tile: a warp holds the fragments of both operands for all of a K of 128.

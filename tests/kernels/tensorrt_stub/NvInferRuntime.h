@@ -10,7 +10,8 @@
 namespace nvinfer1 {
 using AsciiChar = char;
 enum class DataType : int32_t { kFLOAT = 0, kHALF = 1, kINT8 = 2, kINT32 = 3, kFP8 = 6, kBF16 = 7 };
-enum class TensorFormat : int32_t { kLINEAR = 0, kCHW32 = 5 };
+enum class TensorFormat : int32_t { kLINEAR = 0, kHWC8 = 2, kCHW32 = 5 };
+enum class DimensionOperation : int32_t { kSUM = 0, kPROD = 1, kFLOOR_DIV = 7 };
 enum class PluginFieldType : int32_t { kFLOAT32 = 1, kINT32 = 5, kUNKNOWN = 8 };
 enum class TensorRTPhase : int32_t { kBUILD = 0, kRUNTIME = 1 };
 enum class PluginCapabilityType : int32_t { kCORE = 0, kBUILD = 1, kRUNTIME = 2 };
@@ -30,8 +31,40 @@ struct DynamicPluginTensorDesc {
   PluginTensorDesc desc;
   Dims min, max, opt;
 };
-class IDimensionExpr {};
-class IExprBuilder {};
+class IDimensionExpr;
+namespace apiv {
+class VDimensionExpr {
+ public:
+  virtual bool isConstant() const = 0;
+  virtual int64_t getConstantValue() const = 0;
+  virtual bool isSizeTensor() const = 0;
+};
+class VExprBuilder {
+ public:
+  virtual const IDimensionExpr* constant(int64_t value) = 0;
+  virtual const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& a, const IDimensionExpr& b) = 0;
+  virtual const IDimensionExpr* declareSizeTensor(int32_t at, const IDimensionExpr& opt, const IDimensionExpr& upper) = 0;
+};
+}  // namespace apiv
+class IDimensionExpr {
+ public:
+  int64_t getConstantValue() const noexcept { return mImpl->getConstantValue(); }
+
+ protected:
+  apiv::VDimensionExpr* mImpl;
+  virtual ~IDimensionExpr() noexcept = default;
+};
+class IExprBuilder {
+ public:
+  const IDimensionExpr* constant(int64_t value) noexcept { return mImpl->constant(value); }
+  const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& a, const IDimensionExpr& b) noexcept {
+    return mImpl->operation(op, a, b);
+  }
+
+ protected:
+  apiv::VExprBuilder* mImpl;
+  virtual ~IExprBuilder() noexcept = default;
+};
 struct DimsExprs {
   int32_t nbDims;
   const IDimensionExpr* d[Dims::MAX_DIMS];

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,33 @@ IPluginCreatorV3One* creator_of(IPluginCreatorInterface* const* all, int32_t cou
   return nullptr;
 }
 
+// A size that is known, and what makes more of them.
+struct Size final : IDimensionExpr, apiv::VDimensionExpr {
+  explicit Size(int64_t given) : value(given) { mImpl = this; }
+  bool isConstant() const override { return true; }
+  int64_t getConstantValue() const override { return value; }
+  bool isSizeTensor() const override { return false; }
+  int64_t value;
+};
+
+struct Builder final : IExprBuilder, apiv::VExprBuilder {
+  Builder() { mImpl = this; }
+  const IDimensionExpr* constant(int64_t value) override { return &made.emplace_back(value); }
+  const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& a, const IDimensionExpr& b) override {
+    const int64_t x = a.getConstantValue(), y = b.getConstantValue();
+    switch (op) {
+      case DimensionOperation::kSUM: return constant(x + y);
+      case DimensionOperation::kPROD: return constant(x * y);
+      case DimensionOperation::kFLOOR_DIV: return constant(x / y);
+      default: return nullptr;
+    }
+  }
+  const IDimensionExpr* declareSizeTensor(int32_t, const IDimensionExpr&, const IDimensionExpr&) override {
+    return nullptr;
+  }
+  std::deque<Size> made;
+};
+
 template <class Interface>
 Interface* half(IPluginV3* plugin, PluginCapabilityType type) {
   return dynamic_cast<Interface*>(plugin->getCapabilityInterface(type));
@@ -37,8 +65,9 @@ extern "C" const char* name_of(IPluginCreatorInterface* const* all, int32_t at) 
   return dynamic_cast<IPluginCreatorV3One*>(all[at])->getPluginName();
 }
 
-// 0, or the number of the step that failed; enqueue's own status is 100 more. dims: two a tensor, the output's last;
-// largest_m: of the optimization profile. tactic: -1 for the first that the plugin names (0 where it names none).
+// 0, or the number of the step that failed; enqueue's own status is 100 more. dims: four a tensor, the output's last.
+// Images and weights are NHWC in memory. largest_m: of the optimization profile. tactic: -1 for the first that the
+// plugin names (0 where it names none).
 extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const char* name, int32_t fields,
                    const char* const* field_names, const int32_t* values, int32_t inputs, const void* const* data,
                    const int32_t* types, int64_t* dims, const int32_t* ranks, void* out, int64_t largest_m,
@@ -56,29 +85,32 @@ extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const cha
   if (!core || !build || strcmp(core->getPluginName(), creator->getPluginName()) != 0) return 3;
   std::vector<DynamicPluginTensorDesc> tensors(inputs + 1);
   std::vector<DimsExprs> expressions(inputs);
-  std::vector<char> storage(2 * inputs + 2);  // a size is looked at by its address alone: nobody can make a real one
-  const auto size = [&](int32_t at) { return reinterpret_cast<const IDimensionExpr*>(&storage[at]); };
+  Builder builder;
   for (int32_t at = 0; at <= inputs; ++at) {
     DynamicPluginTensorDesc& tensor = tensors[at];
-    tensor.desc.dims = {at < inputs ? ranks[at] : 2, {dims[2 * at], dims[2 * at + 1]}};
+    tensor.desc.dims.nbDims = ranks[at];
+    for (int32_t axis = 0; axis < ranks[at]; ++axis) tensor.desc.dims.d[axis] = dims[4 * at + axis];
     tensor.desc.type = static_cast<DataType>(types[at]);
     tensor.min = tensor.opt = tensor.max = tensor.desc.dims;
     if (at == 0) tensor.max.d[0] = largest_m;
-    if (at < inputs) expressions[at] = {ranks[at], {size(2 * at), size(2 * at + 1)}};
+    if (at == inputs) continue;
+    expressions[at].nbDims = ranks[at];
+    for (int32_t axis = 0; axis < ranks[at]; ++axis) expressions[at].d[axis] = builder.constant(dims[4 * at + axis]);
   }
   for (int32_t at = 0; at <= inputs; ++at) {
     tensors[at].desc.format = TensorFormat::kCHW32;
     if (build->supportsFormatCombination(at, tensors.data(), inputs, 1)) return 4;
-    tensors[at].desc.format = TensorFormat::kLINEAR;
+    tensors[at].desc.format = ranks[at] == 4 ? TensorFormat::kHWC8 : TensorFormat::kLINEAR;
     if (!build->supportsFormatCombination(at, tensors.data(), inputs, 1)) return 5;
   }
   DataType out_type{};
   if (build->getNbOutputs() != 1 || build->getOutputDataTypes(&out_type, 1, nullptr, inputs) != 0) return 6;
   if (static_cast<int32_t>(out_type) != types[inputs]) return 7;
   DimsExprs shape{};
-  auto& builder = reinterpret_cast<IExprBuilder&>(storage.back());
   if (build->getOutputShapes(expressions.data(), inputs, nullptr, 0, &shape, 1, builder) != 0) return 8;
-  if (shape.nbDims != 2 || shape.d[0] != size(0) || shape.d[1] != size(2)) return 9;
+  if (shape.nbDims != ranks[inputs]) return 9;
+  for (int32_t axis = 0; axis < shape.nbDims; ++axis)
+    if (shape.d[axis]->getConstantValue() != dims[4 * inputs + axis]) return 9;
   if (build->configurePlugin(tensors.data(), inputs, &tensors[inputs], 1) != 0) return 10;
   *tactics = build->getNbTactics();
   std::vector<int32_t> valid(*tactics);

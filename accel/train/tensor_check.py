@@ -1,0 +1,178 @@
+"""Whether a model is still the same once tensor parallel has cut it: tried on a sample before it trains.
+
+What a rank makes of its share of a product is the model's own code. Heads that are cut in two, that are counted by a
+number of their own, or that come out of one product together end in an error of torch's about shapes, or in silence in
+another model, whose weights mean something else when they are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from accel.errors import AccelError, BadConfig, one_line
+from accel.train.attention import AroundAttention
+from accel.train.config import TrainConfig
+from accel.train.inputs import call, to_device
+from accel.train.layout import Ranks
+from accel.train.precision import parameter_dtype
+
+_HEADS, _WIDTH = 1, 3
+_FIX = (
+    "a rank has its share of what a column gives: a row has to follow, and code that counts heads takes what is left, "
+    "view(b, s, -1, width); correct that, or use another --tp"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A call of ``F.scaled_dot_product_attention``: the module that it is in, the shapes of its query and its key."""
+
+    module: str
+    query: torch.Size
+    key: torch.Size
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether it is over [batch, heads, positions, width]."""
+        return len(self.query) == len(self.key) == 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A forward pass on ``inputs``: what came out, on the CPU (None where it is no tensor), and its attentions in
+    turn."""
+
+    inputs: Any
+    output: torch.Tensor | None
+    attentions: tuple[Attention, ...]
+
+
+def try_whole(
+    module: nn.Module, styles: Mapping[str, str], config: TrainConfig, ranks: Ranks, data: Sequence[Any]
+) -> Tried:
+    """What ``module``, which nothing has cut yet, makes of the first sample.
+
+    Raises ``BadConfig`` where ``styles`` cut one of its heads over several ranks.
+    """
+    assert ranks.tp is not None
+    sample = torch.utils.data.default_collate([data[0]])[0]
+    inputs = to_device(sample, ranks.device, parameter_dtype(config.precision.resolved))
+    found = attempt(module, inputs, [])
+    check_heads(module, styles, found.attentions, ranks.tp.size())
+    return found
+
+
+def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequence[Attention], tp: int) -> None:
+    """Raise ``BadConfig`` where a column that ``styles`` name makes the heads of one of ``attentions`` and ``tp`` ranks
+    can't have whole ones."""
+    for seen in (one for one in attentions if one.has_heads):
+        inside, width = f"{seen.module}." if seen.module else "", seen.query[_WIDTH]
+        for name in (name for name, style in styles.items() if style == "column" and name.startswith(inside)):
+            part = module.get_submodule(name)
+            for heads in {seen.query[_HEADS], seen.key[_HEADS]}:
+                if isinstance(part, nn.Linear) and part.out_features == heads * width and heads % tp:
+                    several = "s" if heads > 1 else ""
+                    raise BadConfig(
+                        f"{name} makes {heads} head{several} of width {width}, and tp {tp} would cut finer than one; "
+                        f"use a --tp that divides {heads}"
+                    )
+
+
+def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool) -> None:
+    """Raise ``BadConfig`` where ``module``, now cut over ``mesh``, can't be run or makes something else of the sample
+    than it did ``whole``. ``exact``: its parameters and products are float32."""
+    running: list[str] = []
+    try:
+        found = attempt(module, whole.inputs, running)
+    except AccelError:
+        raise
+    except Exception as error:
+        where, reason = running[-1] if running else "", one_line(error, 200)
+        seen = next((one for one in whole.attentions if one.module == where and one.has_heads), None)
+        heads = f" of {seen.query[_HEADS]} heads" if seen is not None else ""
+        raise BadConfig(
+            f"cut over tp {mesh.size()}, {where or 'the model'}{heads} can't be run ({reason}); {_FIX}"
+        ) from error
+    for before, after in zip(whole.attentions, found.attentions, strict=False):
+        if before.has_heads and after.has_heads and before.query[_WIDTH] != after.query[_WIDTH]:
+            raise BadConfig(
+                f"cut over tp {mesh.size()}, {before.module} makes {after.query[_HEADS]} heads of width "
+                f"{after.query[_WIDTH]} of a rank's share of {before.query[_HEADS]} heads of width "
+                f"{before.query[_WIDTH]}; {_FIX}"
+            )
+    limit = 1e-3 if exact else 0.1
+    right = whole.output is None or found.output is None or _apart(found.output, whole.output) <= limit
+    wrong = torch.tensor(float(not right), device=mesh.device_type)
+    dist.all_reduce(wrong, group=mesh.get_group())
+    if wrong:
+        raise BadConfig(
+            f"cut over tp {mesh.size()}, the model makes something else of a sample; one product for query, key and "
+            "value can't be cut, and a row has to follow a column: correct [tensor_parallel], or use tp 1"
+        )
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far ``found`` is from ``expected``, as a share of it; 0 where that is no number itself."""
+    if found.shape != expected.shape:
+        return float("inf")
+    size = expected.float().norm()
+    difference = (found.float() - expected.float()).norm()
+    if not size.isfinite() or difference == 0:
+        return 0.0
+    return float(difference / size)
+
+
+@torch.no_grad()
+def attempt(module: nn.Module, inputs: Any, running: list[str]) -> Tried:
+    """A forward pass of ``module`` in ``eval()`` mode; where it raises, ``running`` ends with the module that did."""
+    watched = _Watched(running)
+    training = [part for part in module.modules() if part.training]
+    handles = []
+    for name, part in module.named_modules():
+        handles.append(part.register_forward_pre_hook(partial(_enter, running, name), prepend=True))
+        handles.append(part.register_forward_hook(partial(_leave, running)))
+    module.eval()
+    try:
+        with watched:
+            found: Any = call(module, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for part in training:
+            part.training = True
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    output = whole.cpu() if isinstance(whole, torch.Tensor) else None
+    return Tried(inputs=inputs, output=output, attentions=tuple(watched.found))
+
+
+def _enter(running: list[str], name: str, *_: Any) -> None:
+    running.append(name)
+
+
+def _leave(running: list[str], *_: Any) -> None:
+    running.pop()
+
+
+class _Watched(AroundAttention):
+    """Inside, notes every attention."""
+
+    def __init__(self, running: list[str]) -> None:
+        super().__init__()
+        self.running = running
+        self.found: list[Attention] = []
+
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+    ) -> torch.Tensor:
+        self.found.append(Attention(module=self.running[-1], query=query.shape, key=key.shape))
+        return F.scaled_dot_product_attention(query, key, value, *rest, **named)
