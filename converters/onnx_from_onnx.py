@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +269,7 @@ def _observe_outputs(
             runs.append(dict(zip(names, session.run(names, feeds), strict=True)))
         except Exception as error:
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-            fix = step_advice(signature, lambda case: _can_run(session, signature, case))
+            fix = step_advice(signature, partial(session.run, names))
             fix = fix or "; correct --input or --dim"
             raise NotBroughtOver(f"{path} doesn't run on {shapes} ({one_line(error)}){fix}") from error
     was = {spec.name: spec for spec in declared}
@@ -279,11 +280,3 @@ def _observe_outputs(
         fixed = [(a, b) for a, b in zip(old, spec.shape, strict=False) if isinstance(a, int) and a != b]
         if len(old) != len(spec.shape) or fixed:
             repaired.append(f"the output {spec.name} was declared [{','.join(map(str, old))}], it gives {spec}")
-
-
-def _can_run(session: Any, signature: Signature, sizes: Mapping[str, int]) -> bool:
-    try:
-        session.run(None, signature.example_inputs(**sizes))
-    except Exception:  # why it fails is known already
-        return False
-    return True

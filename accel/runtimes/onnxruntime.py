@@ -192,6 +192,9 @@ def _reason(error: BaseException) -> str:
     """The runtime's message in one line, without what ours says already: the kind of error and the path."""
     text = one_line(error, None)
     text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    text = re.sub(
+        r"^Non-zero status code returned while running (\S+) node\. Name:'(.*?)' Status Message: ", r"\1 '\2': ", text
+    )
     text = re.sub(r"^(Load model from .*? failed: ?)?(This is an invalid model\. )?", "", text)
     return text[:240].rstrip(" .")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
-from accel.signature import Dim, DimRange, Signature, TensorSpec
+from accel.signature import Dim, DimRange, Feeds, Signature, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,19 +28,26 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
     return cases
 
 
-def step_advice(signature: Signature, runs: Callable[[Mapping[str, int]], bool]) -> str:
-    """What to add to the message about a model that doesn't run at every size of ``signature``: the ranges to pass with
-    the smallest step at whose multiples it ``runs``, for those dims that can't go without. Empty where no such step is
+def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
+    """What to add to the message about a model whose ``run`` raises at a size of ``signature``: the ranges to pass with
+    the smallest step at whose multiples it doesn't, for those dims that can't go without. Empty where no such step is
     found."""
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
     known: dict[tuple[int, ...], bool] = {}
 
+    def runs_at(case: Mapping[str, int]) -> bool:
+        try:
+            run(signature.example_inputs(**case))
+        except Exception:  # whatever its library raises; why it fails was said of the first such size
+            return False
+        return True
+
     def fits(ranges: Signature) -> bool:
         for case in _tried(ranges):
             sizes = tuple(case.values())
             if sizes not in known:
-                known[sizes] = runs(case)
+                known[sizes] = runs_at(case)
             if not known[sizes]:
                 return False
         return True

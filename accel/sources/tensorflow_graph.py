@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -35,6 +36,8 @@ _ASSIGN = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariab
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
 _NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
+# A constant of so many numbers may be a shape, which other shapes are computed from; a larger one is a weight.
+_FEW = 1000
 _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
 
@@ -154,6 +157,32 @@ def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None
             f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}; "
             f"{fix}save the model for inference"
         )
+
+
+def without_weights(frozen: Frozen) -> Frozen:
+    """``frozen`` with its large constants left open: enough to ask for shapes, and quick to read."""
+    graph = tf.compat.v1.GraphDef(versions=frozen.graph.versions, library=frozen.graph.library)
+    for node in frozen.graph.node:
+        shape = node.attr["value"].tensor.tensor_shape if node.op == "Const" else None
+        if shape is None or math.prod(dim.size for dim in shape.dim) <= _FEW:
+            graph.node.append(node)
+            continue
+        opened = graph.node.add(name=node.name, op="Placeholder", input=[name for name in node.input if name[0] == "^"])
+        opened.attr["dtype"].CopyFrom(node.attr["dtype"])
+        opened.attr["shape"].shape.CopyFrom(shape)
+    return replace(frozen, graph=graph)
+
+
+def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -> None:
+    """``ValueError`` as TensorFlow words it where a window is larger than what it moves over, at these shapes of the
+    inputs. Run at such a size, the convolutions of oneDNN give memory that nobody wrote instead of an error."""
+    types = {node.name: node.attr["dtype"].type for node in frozen.graph.node if node.op.startswith("Placeholder")}
+    with tf.Graph().as_default():
+        fixed = {
+            tensor: tf.compat.v1.placeholder(types[_operation(tensor)], shapes[name])
+            for name, tensor in frozen.inputs.items()
+        }
+        tf.import_graph_def(frozen.graph, input_map=fixed, name="")
 
 
 def _leading_to_outputs(frozen: Frozen) -> list[Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
-from accel.signature import BATCH, Dim, DimRange, Signature, TensorSpec
+from accel.signature import BATCH, Dim, DimRange, Feeds, Signature, TensorSpec
 from accel.sources.output_specs import output_specs, probe_cases, step_advice
 from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 
@@ -23,6 +26,7 @@ _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 
 # How many models stay loaded: a conversion asks for the same one several times.
 _KEPT = 2
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
+_Run = Callable[[Feeds], "dict[str, np.ndarray]"]
 # Name, dtype and shape of a tensor.
 Row = tuple[str, str, list[int | None] | None]
 
@@ -87,6 +91,7 @@ def describe(
     properties: dict[str, Any] = {"form": spec.form}
     sha256 = ""
     # The numbers of an image, and those of a quantized tensor, stand for their whole range.
+    outline: Frozen | None = None
     spans = {"uint8": (0, 255)} | ({"int8": (-128, 127)} if spec.form == "tflite" else {})
     bounds = {name: spans[dtype] for name, dtype, _ in model.inputs if dtype in spans}
     if spec.form == "tflite":
@@ -95,12 +100,14 @@ def describe(
         if is_quantized(Path(spec.path)):
             properties["precision"] = "int8"
     else:
-        from accel.sources.tensorflow_graph import graph_sha256, index_bounds, refuse_random
+        from accel.sources.tensorflow_graph import graph_sha256, index_bounds, refuse_random, without_weights
 
         frozen = model.freeze()
+        outline = without_weights(frozen)
         sha256 = graph_sha256(frozen) if spec.form == "python" else ""
         refuse_random(frozen, spec.path, stripped=spec.strip)
         bounds |= index_bounds(frozen)
+    run_on = partial(_run_whole, model, outline, spec.path)
     last: AccelError | None = None
     tried: Signature | None = None
     odd: dict[str, Any] | None = None
@@ -116,13 +123,13 @@ def describe(
                 continue
             signature = bare.with_dims({**{d: larger for d in free if larger}, **said})
             try:
-                outputs, sound = _probe(model, signature, spec, doubled=free if larger else ())
+                outputs, sound = _probe(run_on, signature, spec, doubled=free if larger else ())
             except BadSource as error:
                 if last is None:
                     last, tried = error, signature
                 continue
             if sound and free:
-                signature = _without_too_small(model, signature, free, spec)
+                signature = _without_too_small(run_on, signature, free)
             found = {
                 "inputs": signature.inputs,
                 "outputs": outputs,
@@ -136,7 +143,7 @@ def describe(
     if odd is None:
         assert last is not None
         assert tried is not None
-        raise _with_step(last, tried, model, spec)
+        raise _with_step(last, tried, run_on)
     return odd  # it gives what is no number, or nothing, at every size
 
 
@@ -162,9 +169,28 @@ def run(spec: TensorFlowSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, np.n
     return _called(load(spec), feeds, spec.path)
 
 
+def _run_whole(
+    model: Loaded, outline: Frozen | None, where: str, feeds: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """As ``run``, after a look at whether each window fits."""
+    if outline is not None:
+        from accel.sources.tensorflow_graph import refuse_windows_beyond
+
+        with _failures(feeds, where):
+            refuse_windows_beyond(outline, {name: value.shape for name, value in feeds.items()})
+    return _called(model, feeds, where)
+
+
 def _called(model: Loaded, feeds: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
-    try:
+    with _failures(feeds, where):
         return model.call(feeds)
+
+
+@contextmanager
+def _failures(feeds: Mapping[str, np.ndarray], where: str) -> Iterator[None]:
+    """What TensorFlow raises as ``BadSource`` with the shapes of ``feeds``."""
+    try:
+        yield
     except Exception as error:
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
         raise BadSource(
@@ -176,20 +202,22 @@ def _reason(error: Exception) -> str:
     """The part of TensorFlow's message that says what is wrong: it comes first, the graph's nodes after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
-    return one_line(" ".join(kept[:3]) or type(error).__name__)[:240]
+    # Of a node its name, without all of its attributes.
+    text = re.sub(r"'\{\{node (\S+)\}\} = .*", r"\1", " ".join(kept[:3]))
+    return one_line(text or type(error).__name__)[:240]
 
 
 def _probe(
-    model: Loaded, signature: Signature, spec: TensorFlowSpec, doubled: Sequence[str]
+    run_on: _Run, signature: Signature, spec: TensorFlowSpec, doubled: Sequence[str]
 ) -> tuple[tuple[TensorSpec, ...], bool]:
     """The outputs, and whether they are numbers at every size. The sizes of the dims ``doubled`` are their usual and
     their largest: what halves an image and puts it together again can't take one pixel more."""
     cases = probe_cases(signature)
     for case in cases[1:]:
         case |= {d: signature.dims[d].max for d in doubled if case[d] != signature.dims[d].opt}
-    runs = [_called(model, signature.example_inputs(**sizes), spec.path) for sizes in cases]
+    runs = [run_on(signature.example_inputs(**sizes)) for sizes in cases]
     for _ in range(_AGAIN):
-        again = _called(model, signature.example_inputs(**cases[-1]), spec.path)
+        again = run_on(signature.example_inputs(**cases[-1]))
         for name, value in runs[-1].items():
             if not _same(value, again[name]):
                 strip = spec.form != "tflite" and not spec.strip
@@ -208,27 +236,19 @@ def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
     return all(v.size and (v.dtype.kind != "f" or np.isfinite(v).all()) for v in outputs.values())
 
 
-def _with_step(error: AccelError, signature: Signature, model: Loaded, spec: TensorFlowSpec) -> AccelError:
+def _with_step(error: AccelError, signature: Signature, run_on: _Run) -> AccelError:
     """``error``, which the model gave at a size of ``signature``, with the step that its sizes may be in."""
-
-    def runs(sizes: Mapping[str, int]) -> bool:
-        try:
-            _called(model, signature.example_inputs(**sizes), spec.path)
-        except BadSource:
-            return False
-        return True
-
     general = "; correct --input or --dim"
-    if not str(error).endswith(general) or not (fix := step_advice(signature, runs)):
+    if not str(error).endswith(general) or not (fix := step_advice(signature, run_on)):
         return error
     return BadSource(str(error).removesuffix(general) + fix)
 
 
-def _without_too_small(model: Loaded, signature: Signature, free: Sequence[str], spec: TensorFlowSpec) -> Signature:
+def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) -> Signature:
     """``signature``, the dims ``free`` beginning at their usual size where the model can't take their smallest."""
     smallest = {d: signature.dims[d].min for d in free}
     try:
-        if _is_sound(_called(model, signature.example_inputs(**smallest), spec.path)):
+        if _is_sound(run_on(signature.example_inputs(**smallest))):
             return signature
     except BadSource:
         pass  # it says nothing that the sizes don't

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,7 +143,7 @@ def discover_outputs(
         except Exception as error:
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
             reason = one_line(error, 200)
-            fix = step_advice(signature, lambda case: _can_run(named, signature, case))
+            fix = step_advice(signature, partial(run_named, named, signature))
             raise BadSource(
                 f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct --input or --dim'}"
             ) from error
@@ -152,11 +153,3 @@ def discover_outputs(
     if names and len(names) != len(first):
         raise BadInputSpec(f"{where} returns {len(first)} tensors ({', '.join(first)}), {len(names)} names were given")
     return output_specs(signature, cases, runs, where, dict(zip(first, names, strict=False)))
-
-
-def _can_run(module: NamedModule, signature: Signature, sizes: Mapping[str, int]) -> bool:
-    try:
-        run_named(module, signature, signature.example_inputs(**sizes))
-    except Exception:  # why it fails is known already
-        return False
-    return True

@@ -32,19 +32,11 @@ def check_runs(src: Artifact) -> None:
     """
     signature = src.signature
     with open_session(src) as session:
-
-        def runs(sizes: Mapping[str, int]) -> bool:
-            try:
-                session.run(signature.example_inputs(**sizes))
-            except RunFailed:
-                return False
-            return True
-
         for sizes in signature.cases():
             try:
                 session.run(signature.example_inputs(**sizes))
             except RunFailed as error:
-                fix = step_advice(signature, runs) or (
+                fix = step_advice(signature, session.run) or (
                     "; say which sizes it takes with --dim NAME=MIN:OPT:MAX[:STEP], and which integers with --input "
                     "'NAME:int64[DIM]{LOW..HIGH}'"
                 )
@@ -89,7 +81,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
         if not above.size and not below.size:
             continue
         wrong = int(above.flat[0] if above.size else below.flat[0])
-        why = f" ({shortened(_reason(error), 160)})"
+        why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(wrong) not in str(error):
                 continue  # a process may die of much else

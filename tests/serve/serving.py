@@ -160,13 +160,21 @@ class Load:
     """Clients that ask ``linear`` without a pause, each on its own connection; what they got."""
 
     def __init__(self, port: int, count: int = 4) -> None:
-        self.answers, self.errors = 0, []
+        self.errors: list[tuple[str, str]] = []
+        self._answers = [0] * count
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(port,)) for _ in range(count)]
+        self._threads = [threading.Thread(target=self._run, args=(port, at)) for at in range(count)]
         for thread in self._threads:
             thread.start()
 
-    def _run(self, port: int) -> None:
+    @property
+    def lost(self) -> list[str]:
+        """What was said of requests that were sent. Not of those that never were: a connection that is made again while
+        its process still dies is refused, gRPC tries another one after a second, and a client without a pause asks
+        thousands of times meanwhile."""
+        return [why for _, why in self.errors if not why.startswith("failed to connect")]
+
+    def _run(self, port: int, at: int) -> None:
         with client(port) as made:
             while not self._stop.is_set():
                 try:
@@ -177,13 +185,12 @@ class Load:
                     if "stop" in str(error) or self._stop.is_set():
                         return
                     continue
-                with self._lock:
-                    self.answers += int(np.allclose(y, WEIGHTS.sum(0)))
+                self._answers[at] += int(np.allclose(y, WEIGHTS.sum(0)))
 
     def more(self, count: int) -> None:
-        """Wait for so many further answers."""
-        wanted, deadline = self.answers + count, time.monotonic() + 60
-        while self.answers < wanted:
+        """Wait for so many further answers to each client."""
+        wanted, deadline = [had + count for had in self._answers], time.monotonic() + 60
+        while any(has < least for has, least in zip(self._answers, wanted, strict=True)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
