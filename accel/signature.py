@@ -254,8 +254,9 @@ class Signature:
                 )
         return given
 
-    def cases(self) -> list[dict[str, int]]:
-        """The shapes every gate runs on: batch 1, 2 and the largest; every other dim at min, opt and max."""
+    def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
+        """The shapes every gate runs on: batch 1, 2 and the largest (at most ``largest_batch``, or the next that the
+        model takes); every other dim at min, opt and max."""
         if not self.dims:
             return [{}]
         batch = self.batch_dim
@@ -264,6 +265,8 @@ class Signature:
             return {d: (batch_size or r.opt) if d == batch else getattr(r, pick) for d, r in self.dims.items()}
 
         low, high = (self.dims[batch].min, self.dims[batch].max) if batch else (None, None)
+        if batch and high and largest_batch:
+            high = min(high, self.dims[batch].up(largest_batch))
         two = max(low, min(2, high)) if low and high else None
         found = [case(low, "opt"), case(two, "min"), case(two, "opt"), case(low, "max"), case(high, "max")]
         return [c for i, c in enumerate(found) if c not in found[:i]]

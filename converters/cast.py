@@ -75,9 +75,7 @@ def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]
     from accel.verify.stream import SampleStream
 
     signature = src.signature
-    most = {d: r.up(2) for d, r in signature.dims.items() if d == signature.batch_dim}
-    cases = [{d: min(s, most.get(d, s)) for d, s in case.items()} for case in signature.cases()]
-    for index, case in enumerate(case for i, case in enumerate(cases) if case not in cases[:i]):
+    for index, case in enumerate(signature.cases(largest_batch=2)):
         yield signature.example_inputs(seed=index, **case)
     if config.data is not None:
         yield from SampleStream(config.data, signature).batches(4, _DATA_SAMPLES)

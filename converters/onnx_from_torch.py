@@ -17,7 +17,6 @@ from accel.artifact import Artifact
 from accel.converters.onnx_names import rename_values
 from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
-from accel.signature import DimRange
 from accel.sources.onnx_file import describe
 from accel.stage import StageConfig, check_contract
 from accel.stage_table import Stage, get_stage
@@ -265,7 +264,9 @@ def _example(src: Artifact) -> tuple[Any, ...]:
 def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
     import torch
 
-    dims = {name: _dim(name, bounds) for name, bounds in src.signature.dims.items()}
+    from accel.converters.torch_dims import export_dim
+
+    dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
     shapes = tuple(
         {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
     )
@@ -288,16 +289,6 @@ def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         raise ExportFailed("it gave no program")
     program.save(str(out), external_data=False)
     _finish_graph(src, out, outputs)
-
-
-def _dim(name: str, bounds: DimRange) -> Any:
-    """The dim as torch.export has it: of one that goes in steps, a multiple of their number."""
-    import torch
-
-    if bounds.step == 1:
-        return torch.export.Dim(name, min=bounds.min, max=bounds.max)
-    steps = torch.export.Dim(f"_{name}", min=bounds.min // bounds.step, max=bounds.max // bounds.step)
-    return bounds.step * steps
 
 
 def _own_operators() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -331,8 +331,7 @@ def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str
     if config.data is not None:
         batches = SampleStream(config.data, signature).batches(size, config.samples, skip)
     else:
-        most = {d: r.up(size) for d, r in signature.dims.items() if d == signature.batch_dim}
-        cases = [{d: min(s, most.get(d, s)) for d, s in case.items()} for case in signature.cases()]
+        cases = signature.cases(largest_batch=size)
         batches = (
             signature.example_inputs(seed=number, **cases[number // _RANDOM_FEEDS]) for number in range(skip, total)
         )
@@ -348,5 +347,5 @@ def calibration_batches(task: Task, size: int) -> int:
     from accel.verify.stream import SampleStream
 
     if task.config.data is None:
-        return len(task.signature.cases()) * _RANDOM_FEEDS
+        return len(task.signature.cases(largest_batch=size)) * _RANDOM_FEEDS
     return SampleStream(task.config.data, task.signature).batch_count(size, task.config.samples)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.artifact import Artifact
+from accel.converters.torch_dims import export_dim
 from accel.converters.torch_operators import OPERATORS, OperatorNotThere, tensor
 from accel.errors import BuildFailed, StageFailed, one_line
 from accel.progress import report
-from accel.signature import DimRange
 from accel.sources.onnx_file import opset_of, read_proto
 from accel.stage import StageConfig
 
@@ -76,7 +76,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
 def _dynamic(src: Artifact, bounded: bool) -> tuple[dict[int, torch.export.Dim], ...]:
     """The open axes of each input."""
     dims = {
-        name: _dim(_symbol(name, i), r, bounded)
+        name: export_dim(_symbol(name, i), r, open_end=not bounded)
         for i, (name, r) in enumerate(src.signature.dims.items())
         if r.min != r.max
     }
@@ -84,14 +84,6 @@ def _dynamic(src: Artifact, bounded: bool) -> tuple[dict[int, torch.export.Dim],
         {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str) and d in dims}
         for spec in src.signature.inputs
     )
-
-
-def _dim(symbol: str, bounds: DimRange, bounded: bool) -> torch.export.Dim:
-    """One that goes in steps is a multiple of their number: whoever reads the program finds the step in its shapes."""
-    step = bounds.step
-    name = symbol if step == 1 else f"_{symbol}"
-    steps = torch.export.Dim(name, min=bounds.min // step, max=bounds.max // step if bounded else None)
-    return steps if step == 1 else step * steps
 
 
 def _symbol(name: str, index: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,25 @@ from accel.signature import DimRange, Signature, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+def batch_plan(
+    signature: Signature, counts: Iterable[int], size: int, limit: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """(part, first sample, how many) of each batch: of parts that hold ``counts`` samples, at most ``size`` at a time
+    (exactly the model's own batch where it is fixed) and ``limit`` in all. A part after the last isn't counted."""
+    unit = signature.batch_unit
+    step = signature.fixed_batch or max(size // unit, 1) * unit
+    left = math.inf if limit is None else limit
+    for part, count in enumerate(counts):
+        for start in range(0, count, step):
+            take = int(min(step, left, count - start)) // unit * unit
+            if take <= 0:
+                break
+            yield part, start, take
+            left -= take
+        if left <= 0:
+            return
 
 
 @dataclass(frozen=True)
@@ -52,17 +72,9 @@ class Dataset:
     def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
         """Feeds of at most ``size`` samples (exactly the model's own batch where it is fixed), ``limit`` samples in
         all. A last batch that a fixed model can't take is left out."""
-        unit = self.signature.batch_unit
-        step = self.signature.fixed_batch or max(size // unit, 1) * unit
-        left = len(self) if limit is None else limit
-        for part in self.parts:
-            count = len(part[self.signature.inputs[0].name])
-            for start in range(0, count, step):
-                take = min(step, left, count - start) // unit * unit
-                if take <= 0:
-                    break
-                yield {spec.name: part[spec.name][start : start + take] for spec in self.signature.inputs}
-                left -= take
+        counts = [len(part[self.signature.inputs[0].name]) for part in self.parts]
+        for at, start, take in batch_plan(self.signature, counts, size, limit):
+            yield {spec.name: self.parts[at][spec.name][start : start + take] for spec in self.signature.inputs}
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
         """Samples from ``start`` on (around the end, as often as it takes), cut or repeated along each axis to

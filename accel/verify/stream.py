@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from accel.errors import BadData, one_line
 from accel.signature import Signature
-from accel.verify.data import data_files, fitting, single_array
+from accel.verify.data import batch_plan, data_files, fitting, single_array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,21 +81,9 @@ class SampleStream:
 
     def _plan(self, size: int, limit: int | None) -> list[tuple[Path, int, int]]:
         """(file, first sample, how many) of each batch."""
-        unit = self.signature.batch_unit
-        step = self.signature.fixed_batch or max(size // unit, 1) * unit
-        left = len(self) if limit is None else limit
-        found = []
-        for file in data_files(self.path):
-            if left <= 0:
-                break
-            count = self._count(file)
-            for start in range(0, count, step):
-                take = min(step, left, count - start) // unit * unit
-                if take <= 0:
-                    break
-                found.append((file, start, take))
-                left -= take
-        return found
+        files = data_files(self.path)
+        counts = (self._count(file) for file in files)
+        return [(files[at], start, take) for at, start, take in batch_plan(self.signature, counts, size, limit)]
 
     def _count(self, file: Path) -> int:
         with closing(_Opened(file, self.signature)) as opened:
