@@ -17,10 +17,11 @@ $(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt
 demo: $(VENV)/ready
 	$(BIN)/python -m accel.examples.demo demo
 
-# Training in a process of its own: it forks ranks, beside which the thread pools of five runtimes have no business.
+# On two cores. Training in processes of its own: it forks ranks, beside which the thread pools of five runtimes have no
+# business.
 test: $(VENV)/ready $(OLD)/ready
-	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q --ignore=tests/train
-	$(BIN)/python -m pytest -q tests/train
+	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/train
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/train
 
 # Triton's client as it was years ago can't be installed beside the new one: it is asked from an environment of its own.
 # Where that can't be had, its test is skipped.
@@ -45,7 +46,7 @@ $(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)
 
 # Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers: minutes, so a command of its own.
 proof: $(VENV)/ready
-	$(BIN)/python -m pytest -q -m proof
+	$(BIN)/python -m pytest -q -n 2 -m proof
 
 # The DeepSpeed checkpoints that the tests read, written anew with the real library, in an environment of its own.
 record: .venv-record/ready
