@@ -44,7 +44,8 @@ $(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)
 		--target $(@D) -r $<
 	@touch $@
 
-# Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers: minutes, so a command of its own.
+# Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers, and the longest tests of the rest:
+# minutes, so a command of its own.
 proof: $(VENV)/ready
 	$(BIN)/python -m pytest -q -n 2 -m proof
 

@@ -271,7 +271,8 @@ def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Art
         has = properties.get(name)
         asked_for = name == "opset" and bool(asked)
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
-            raise SignatureDrift(f"{where} gave {name} {has} where {wanted} was to be; ask for --{name} {has} instead")
+            fix = f"ask for --opset {has}" if name == "opset" else f"save the model with ir_version {has}"
+            raise SignatureDrift(f"{where} gave {name} {has} where {wanted} was to be; {fix} instead")
     # The stage may narrow the ranges (an engine's profile); a file's own bytes don't hold them.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature

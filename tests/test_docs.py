@@ -151,5 +151,35 @@ def test_every_dependency_says_why() -> None:
         x for x in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if x and not x.startswith("#")
     ]
     assert all(re.match(r"^[A-Za-z0-9_.-]+==[^ ]+$", pin) for pin in pins)
-    names = [re.sub(r"[-_.]+", "-", pin.partition("==")[0]).lower() for pin in pins]
+    names = [canonical(pin.partition("==")[0]) for pin in pins]
     assert len(set(names)) == len(names)
+
+
+def canonical(name: str) -> str:
+    """The name of a distribution in the one form of its many that is compared."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_requirement_is_pinned() -> None:
+    """Fails if a requirement of accel, of one of its extras or of its build stands in no pin of constraints.txt, a pin
+    is not what pyproject.toml asks for, or packages that are one release in two builds are of two releases."""
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    def pins(path: Path) -> dict[str, str]:
+        found = re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        return {canonical(name): version for name, version in found}
+
+    pinned = pins(ROOT / "constraints.txt")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = declared["project"]
+    asked = [*project["dependencies"], *declared["build-system"]["requires"]]
+    asked += [line for lines in project["optional-dependencies"].values() for line in lines]
+    for wanted in map(Requirement, asked):
+        if wanted.name != "accel-toolchain":
+            assert canonical(wanted.name) in pinned, str(wanted)
+            assert wanted.specifier.contains(pinned[canonical(wanted.name)], prereleases=True), str(wanted)
+    assert pinned["onnxruntime-gpu"] == pinned["onnxruntime"]
+    assert pinned["tensorflow"] == pinned["tensorflow-cpu"]
+    assert pinned["ray"] == pins(ROOT / "tests" / "serve" / "ray.txt")["ray"]

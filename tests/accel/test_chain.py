@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,49 @@ import accel
 from accel.artifact import Artifact, manifest_path
 
 
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """For each kind of artifact a folder to keep what its stages made, which take seconds: the first test fills it."""
+    folder = tmp_path_factory.mktemp("caches")
+    return lambda kind: folder / kind
+
+
 @pytest.fixture
-def made(tmp_path: Path, own_cache: Path, digits_weights: Path) -> tuple[Path, list[Path]]:
-    """An artifact three stages away from its weights, and every file of its chain."""
+def made(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    own_cache: Path,
+    digits_weights: Path,
+    caches: Callable[[str], Path],
+) -> tuple[Path, list[Path]]:
+    """An artifact three stages away from its weights (an IR, or an engine), and every file of its chain."""
+    kind = getattr(request, "param", "openvino")
+    if caches(kind).is_dir():
+        shutil.copytree(caches(kind), own_cache)
     weights = tmp_path / "weights.safetensors"
     shutil.copyfile(digits_weights, weights)
     exported = accel.export("accel.examples.digits:model", weights=weights, out=tmp_path / "digits.onnx")
+    from accel.converters.engine_from_onnx import EngineFromOnnxConfig
     from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
     from accel.stage import run_stage
 
-    out = tmp_path / "out" / "model.xml"
-    run_stage("openvino_from_onnx", exported, OpenVinoFromOnnxConfig(), out=out)
+    if kind == "engine":
+        out = tmp_path / "out" / "model.engine"
+        run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(compute_capabilities=("8.6",)), out=out)
+    else:
+        out = tmp_path / "out" / "model.xml"
+        run_stage("openvino_from_onnx", exported, OpenVinoFromOnnxConfig(), out=out)
+    if not caches(kind).is_dir():
+        shutil.copytree(own_cache, caches(kind))
     files = [weights, exported.path, manifest_path(exported.path), *out.parent.iterdir()]
     files += [p for p in (own_cache / "stages").rglob("model.*") if p.is_file()]
     return out, files
 
 
+OF_EACH_KIND = pytest.mark.parametrize("made", ["openvino", "engine"], indirect=True)
+
+
+@OF_EACH_KIND
 def test_an_intact_chain_reaches_the_weights(made: tuple[Path, list[Path]]) -> None:
     """Fails if a file of the chain isn't looked at, or an intact one is called changed."""
     out, files = made
@@ -62,6 +90,7 @@ def test_a_copy_under_another_name_is_the_same_artifact(made: tuple[Path, list[P
         accel.load(tmp_path / "other.onnx")
 
 
+@OF_EACH_KIND
 def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: Any) -> None:
     """Fails if one byte of any file of the chain (artifact, sidecars, intermediates, ONNX, weights) can be changed."""
     out, files = made

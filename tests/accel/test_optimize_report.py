@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, QUIET, browser
+from browser import browser, chromium
 
 import accel
 from accel.artifact import Artifact, Manifest
@@ -25,10 +25,9 @@ from accel.signature import Signature, TensorSpec
 HOSTILE = "</title></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
 
 
-def chromium(page: Path, *words: str) -> str:
+def looked_at(page: Path, *words: str) -> str:
     """What Chromium prints for these words; the page is opened from the disk, with no network to load from."""
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1700", *QUIET]
-    command += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=2000", *words, f"file://{page}"]
+    command = chromium(page.parent, "--window-size=1100,1700", "--virtual-time-budget=2000", *words, f"file://{page}")
     for _ in range(2):  # that the browser itself fell over says nothing of the page
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if ran.returncode == 0:
@@ -101,7 +100,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     """Fails if a part of the page is missing, a point lies outside the plot, or better isn't up and faster not left."""
     text = written(tmp_path / "report.html")
     assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", text)  # nothing is loaded, nothing is run
-    shown = chromium(tmp_path / "report.html", "--dump-dom")
+    shown = looked_at(tmp_path / "report.html", "--dump-dom")
     for part in ('id="pareto"', 'id="candidates"', 'id="latency"', 'id="stages"', 'class="sensitivity"', 'id="kernels"',
                  'id="chain"', 'id="command"', "not tried", "1 fused from several nodes"):  # fmt: skip
         assert part in shown, part
@@ -155,10 +154,10 @@ def test_light_and_dark(tmp_path: Path) -> None:
     paper, ink = {}, {}
     for name, words in (("light", []), ("dark", ["--blink-settings=preferredColorScheme=0"])):
         shot = tmp_path / f"{name}.png"
-        chromium(page, f"--screenshot={shot}", *words)
+        looked_at(page, f"--screenshot={shot}", *words)
         assert shot.read_bytes()[:4] == b"\x89PNG"
         assert shot.stat().st_size > 30_000  # an empty window is a tenth of that
-        match = re.search(r'data-colours="([^"]*)"', chromium(page, "--dump-dom", *words))
+        match = re.search(r'data-colours="([^"]*)"', looked_at(page, "--dump-dom", *words))
         assert match
         paper[name], ink[name] = (sum(map(int, re.findall(r"\d+", colour))) for colour in match[1].split("/"))
     assert paper["light"] > 700
@@ -173,7 +172,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     text = written(tmp_path / "report.html", HOSTILE, notes=(HOSTILE,))
     assert "<img" not in text
     assert "<script" not in text
-    shown = chromium(tmp_path / "report.html", "--dump-dom")
+    shown = looked_at(tmp_path / "report.html", "--dump-dom")
     assert "<img" not in shown
     assert "<title>owned" not in shown
     assert shown.count("onerror=") >= 8  # there as text

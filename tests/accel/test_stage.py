@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import resource
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import accel
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.errors import CannotWrite, ChainBroken, GateFailed, SignatureDrift, StageFailed, UnsupportedHere
@@ -30,7 +32,7 @@ CALLS: list[str] = []
 
 
 def affine_model(
-    batch: str | int = "batch", opset: int = 20, name: str = "y", shape: tuple[int, ...] = (-1, 4)
+    batch: str | int = "batch", opset: int = 20, name: str = "y", shape: tuple[int, ...] = (-1, 4), ir: int = 10
 ) -> onnx.ModelProto:
     """y = reshape(x, shape) * 2 + 1."""
     graph = helper.make_graph(
@@ -48,7 +50,7 @@ def affine_model(
             numpy_helper.from_array(np.float32(1), "one"),
         ],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ def planted(src: Artifact, config: PlantedConfig, out: Path) -> Artifact:
         "batch": lambda: affine_model(batch=1),
         "baked": lambda: affine_model(shape=(1, 4)),
         "opset": lambda: affine_model(opset=19),
+        "ir": lambda: affine_model(ir=9),
         "name": lambda: affine_model(name="z"),
         "wrong": lambda: _with_constant(affine_model(), "one", 1.01),
         "nothing": affine_model,
@@ -133,12 +136,14 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ("fault", "words"),
     [
         ("batch", "stage planted turned the dim 'batch' of the input 'x' into 1"),
-        ("opset", "stage planted gave opset 19 where 20 was to be"),
+        ("opset", "stage planted gave opset 19 where 20 was to be; ask for --opset 19 instead"),
+        ("ir", "stage planted gave ir 9 where 10 was to be; save the model with ir_version 9 instead"),
         ("name", "stage planted lost the output 'y'"),
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if a baked-in batch, a drifted opset or a lost name passes, or isn't laid to the stage that caused it."""
+    """Fails if a baked-in batch, a drifted opset or IR or a lost name passes, or isn't laid to the stage that caused
+    it, or the fix is an option that there isn't."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
         run(source, fault, out)
@@ -190,9 +195,9 @@ def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
     assert first.digest == second.digest
 
 
-def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path) -> None:
-    """Fails if another limit, another option or another file content is taken for the same run; or another path to the
-    same content for a different one."""
+def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if another limit, another option, another version of a package or of the stage or another file content is
+    taken for the same run; or another path to the same content for a different one."""
     one, same, other = (tmp_path / name for name in ("one", "same", "other"))
     one.write_text("a")
     same.write_text("a")
@@ -200,6 +205,21 @@ def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path) -> None:
     run(source, "")
     run(source, "", limit=1e-3)
     assert len(CALLS) == 2
+    run(source, "nothing")
+    assert CALLS[2:] == ["nothing"]
+    run_stage("planted", source, PlantedConfig(), gates=[OutputGate(limit=1e-4)], stage=replace(STAGE, version=2))
+    assert len(CALLS) == 4
+    real = importlib.metadata.version
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: "0.0.1" if name == "onnx" else real(name))
+        run(source, "")
+        assert len(CALLS) == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(accel, "__version__", "0.0.1")
+        run(source, "")
+        assert len(CALLS) == 6
+    run(source, "")
+    assert len(CALLS) == 6, "the first run is still known"
     assert (
         config_json(PlantedConfig(file=one))["file"]["sha256"]
         == config_json(PlantedConfig(file=same))["file"]["sha256"]
@@ -276,8 +296,6 @@ def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
 
 def test_wrong_kind(source: Artifact) -> None:
     """Fails if a stage is handed something it doesn't take."""
-    from dataclasses import replace
-
     with pytest.raises(UnsupportedHere, match="takes onnx"):
         run(replace(source, kind="engine"), "")
 

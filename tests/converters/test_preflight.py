@@ -15,6 +15,7 @@ from onnx_builder import FLOAT, artifact, node, run
 from accel.api.preflight import preflight
 from accel.artifact import Artifact
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBuilt, engine_from_onnx
+from accel.converters.onnx_for_tensorrt import check_onnx
 from accel.converters.preflight import preflight as look
 from accel.converters.quantize import QuantizeConfig
 from accel.errors import GateFailed, UnknownName
@@ -147,6 +148,27 @@ def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
     )
     assert {r.node for r in look(eight.path, ["8.6"])} == {"n_q", "n_y"}
     assert look(eight.path, ["8.9"]) == []
+
+
+def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a chain that is too long for the parser, which would die of it, reaches it, or the last node of it isn't
+    named with cause and fix; or if a graph of as many nodes that lie side by side is refused."""
+    monkeypatch.setattr("accel.converters.preflight.LONGEST_CHAIN", 4)
+
+    def chained(sources: list[str]) -> Path:
+        nodes = [node("Sigmoid", source, f"t{i}") for i, source in enumerate(sources)]
+        ends = {f"t{i}": (FLOAT, ["batch", 4]) for i in range(len(sources)) if f"t{i}" not in sources}
+        return artifact(tmp_path / "m.onnx", nodes, {"x": (FLOAT, ["batch", 4])}, ends).path
+
+    assert look(chained(["x", "t0", "t1", "x", "t3", "t4"])) == [], "two chains of three"
+    assert look(chained(["x", "t0", "t1", "t2"])) == []
+    path = chained(["x", "t0", "t1", "t2", "t3"])
+    (found,) = look(path)
+    assert (found.node, found.fix, found.safe) == ("n_t4", "split it", False)
+    assert "chain of 5 nodes, too long for the parser's stack" in found.cause
+    assert cli("preflight", path).code == 1
+    with pytest.raises(EngineNotBuilt, match=r"'n_t4' \(Sigmoid\): it ends a chain of 5 nodes, .* stack; split it"):
+        check_onnx(path, onnx.load(str(path)))  # what the build does before the parser
 
 
 def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import select
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 MISSING = "needs Chromium: apt-get install chromium"
-browser = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+# Where CI is set nothing is skipped for want of it: the tests fail at the first page they open.
+browser = pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason=MISSING)
 
 # A container's /dev/shm is too small for a browser, and its first run asks questions.
 QUIET = ("--disable-dev-shm-usage", "--no-first-run")
 
 
-def _run(folder: Path, *words: str) -> str:
+def chromium(folder: Path, *words: str) -> list[str]:
+    """The command that opens a headless browser, with its profile in ``folder``."""
     if CHROMIUM is None:
         pytest.fail(MISSING)
     profile = f"--user-data-dir={folder / 'profile'}"
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", profile, *QUIET, *words]
+    return [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", profile, *QUIET, *words]
+
+
+def _run(folder: Path, *words: str) -> str:
+    command = chromium(folder, *words)
     for _ in range(2):  # that the browser itself fell over says nothing of a page
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if ran.returncode == 0:
@@ -38,3 +52,89 @@ def screenshot(folder: Path, address: str, *words: str) -> Path:
     shot = folder / "shot.png"
     _run(folder, "--window-size=1200,700", f"--screenshot={shot}", *words, address)
     return shot
+
+
+class Page:
+    """A page that is open in a browser, and can be asked and clicked as a user does (the DevTools protocol)."""
+
+    def __init__(self, to_browser: int, from_browser: int) -> None:
+        self._write, self._read = to_browser, from_browser
+        self._received = b""
+        self._sent = 0
+        self._session: dict[str, str] = {}
+
+    def open(self, address: str) -> None:
+        """Return when the page and its scripts are there."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self.call("Page.enable")
+        self.call("Page.navigate", url=address)
+        while self._message().get("method") != "Page.loadEventFired":
+            pass
+
+    def value(self, script: str) -> Any:
+        """What the expression ``script`` is on the page."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def click(self, x: float, y: float) -> None:
+        """The left button of the mouse, pressed and let go at that place of the window."""
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """The left button pressed at ``start``, the mouse moved to ``end`` with it, and let go."""
+        for kind, (x, y), buttons in (("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=buttons, clickCount=1)
+
+    def screenshot(self) -> bytes:
+        """What the window shows, as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._sent += 1
+        body = {"id": self._sent, "method": method, "params": parameters, **self._session}
+        os.write(self._write, json.dumps(body).encode() + b"\0")
+        while True:
+            message = self._message()
+            if message.get("id") == self._sent:
+                assert "error" not in message, message
+                return message["result"]  # type: ignore[no-any-return]
+
+    def _message(self) -> dict[str, Any]:
+        deadline = time.monotonic() + 60
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, "the browser says nothing"
+            more = os.read(self._read, 1 << 16)
+            assert more, "the browser is gone"
+            self._received += more
+        text, _, self._received = self._received.partition(b"\0")
+        return json.loads(text)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def opened(folder: Path, address: str) -> Iterator[Page]:
+    """The page at ``address`` in a window of 1200 by 700."""
+    command = chromium(folder, "--window-size=1200,700", "--remote-debugging-pipe", "about:blank")
+    to_browser, from_browser = os.pipe(), os.pipe()
+    ends = (to_browser[0], from_browser[1])
+    # It reads from descriptor 3 and writes to 4.
+    shell = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command]
+    log = folder / "browser.log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(shell, pass_fds=ends, stdout=stderr, stderr=stderr)
+    try:
+        for end in ends:
+            os.close(end)
+        page = Page(to_browser[1], from_browser[0])
+        page.open(address)
+        yield page
+        page.call("Browser.close")
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        for end in (to_browser[1], from_browser[0]):
+            os.close(end)

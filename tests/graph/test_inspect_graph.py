@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import html
+import importlib.util
+import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from browser import browser, document, screenshot
+from browser import browser, document, opened, screenshot
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
@@ -163,6 +166,53 @@ def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
     assert zoomed[2] < start[2]
     assert panned[0] < zoomed[0]
     assert panned[2:] == zoomed[2:]
+
+
+@browser
+def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if the page of one model shows an empty window, a node isn't where it is drawn, or a click of the mouse on
+    it doesn't open its details; or if dragging the graph with the mouse does."""
+    from PIL import Image
+
+    accel.inspect(digits, page=tmp_path / "one.html")
+    place = """(() => {
+      const node = [...document.querySelectorAll(".node")].find(n => n.querySelector("text").textContent === "Conv");
+      const box = node.querySelector("rect").getBoundingClientRect();
+      return [box.left + box.width / 8, box.top + box.height / 2];
+    })()"""
+    shown = "document.getElementById('details').innerText"
+    with opened(tmp_path, f"file://{tmp_path / 'one.html'}") as page:
+        x, y = page.value(place)
+        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        assert picture.getpixel((x, y)) == (0xDB, 0xE9, 0xFB), "the colour of a Conv"
+        assert "kernel_shape" not in page.value(shown)
+        page.drag((x, y), (x + 60, y + 30))
+        assert "kernel_shape" not in page.value(shown)
+        moved = page.value(place)
+        assert moved == pytest.approx([x + 60, y + 30], abs=1)
+        page.click(*moved)
+        details = page.value(shown)
+        assert details.startswith("Conv ")
+        assert "kernel_shape: [" in details
+        assert "flops" in details
+        assert page.value("document.querySelectorAll('.chosen').length") == 1
+        chosen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        assert any(chosen.getpixel((x + 60, row)) == (0x15, 0x65, 0xC0) for row in range(700)), "no frame around it"
+
+
+def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if CI can be green without a page having been looked at, or if a developer has to have a browser."""
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    spec = importlib.util.spec_from_file_location("browser_of_nobody", Path(__file__).with_name("browser.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    for value, skips in (("true", False), ("", True)):
+        monkeypatch.setenv("CI", value)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.browser.args == (skips,)
+        with pytest.raises(pytest.fail.Exception, match="apt-get install chromium"):
+            module.document(tmp_path, "about:blank")
 
 
 @browser
