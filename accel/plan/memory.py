@@ -15,7 +15,7 @@ from accel.plan.spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on the device of the rank that holds most, and with CPU offload on its ``host``. ``activations`` is None
-    where the model's shape isn't known."""
+    where the model's shape isn't known. ``stepping`` comes when activations and ``temporary`` are gone."""
 
     parameters: float
     gradients: float
@@ -24,6 +24,7 @@ class Memory:
     temporary: float
     kv_cache: float = 0.0
     host: float = 0.0
+    stepping: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -32,8 +33,9 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Everything that is known."""
-        return self.model_states + (self.activations or 0.0) + self.temporary + self.kv_cache
+        """Everything that is known, at the fullest moment: of the passes, or of the optimizer's step."""
+        passes = (self.activations or 0.0) + self.temporary + self.kv_cache
+        return self.model_states + max(passes, self.stepping)
 
 
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
@@ -187,6 +189,17 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     return held
 
 
+def stepping(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes that the optimizer's step takes beside the model states, after the passes: a float32 copy of the gradients
+    where there are master weights, and the roots of Adam's second moments, which ``foreach`` makes of all at once. On
+    the host under CPU offload, where they aren't counted."""
+    _, _, master, moment, _, _ = PRECISIONS[layout.precision]
+    if layout.offload:
+        return 0.0
+    copies = master + (moment if layout.optimizer in ("adam", "adamw") else 0)
+    return copies * stage_params(spec, layout) / (layout.shards if layout.zero else 1)
+
+
 def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
     """What a rank holds while it trains."""
     parameters, gradients, optimizer = model_states(spec, layout)
@@ -201,6 +214,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
         activations=activations(spec, layout),
         temporary=temporary(spec, layout),
         host=host,
+        stepping=stepping(spec, layout),
     )
 
 
