@@ -173,10 +173,10 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 
     ZeRO 3: two gathered blocks of parameters (in use and fetched ahead), what lies outside of them, and one block of
     gradients; ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that
-    the backward pass needs. The loss takes the logits and their float32 copy, (element + 4) s b V / t. The
+    the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s b V / t. The
     gradient of a cut embedding comes whole, V h, before it is cut, under accumulation after the last micro-batch.
     """
-    weight, gradient, _, _, element, _ = PRECISIONS[layout.precision]
+    weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
     held = gradient * block if layout.zero >= 2 else 0.0
     held += gradient * spec.embedding * (1 - 1 / layout.tp)
@@ -185,7 +185,7 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     if layout.precision.startswith("autocast"):
         held += 2 * stage_params(spec, layout)
     if spec.is_transformer:
-        held += (element + 4) * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
+        held += 8 * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
     return held
 
 

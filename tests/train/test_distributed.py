@@ -436,8 +436,8 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
             "Ten steps of SGD with momentum on a small GPT with an odd vocabulary and uneven targets, the same "
             "global batches,",
             "gloo on the CPU: the largest difference of a loss from one process in float32. The bound of ZeRO++ is the",
-            "difference of one process that rounds the same blocks of the same values, and 0.02 (bf16 0.03) for values that are",
-            "rounded the other way for a last bit's sake; but for bf16 its first two losses are its, to 5e-6.",
+            "difference of one process that rounds the same blocks of the same values, and 0.02 (bf16 0.03) for values",
+            "that are rounded the other way for a last bit's sake; but for bf16 its first two losses are its, to 5e-6.",
             "Each layout was run in float32; in 16 bits, recomputed or offloaded those that have a row. What has none",
             "is put together from the same parts and wasn't compared.",
             "Written by `ACCEL_WRITE_PARITY=1 pytest tests/train/test_distributed.py`.",
