@@ -15,7 +15,7 @@ from accel.plan.spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on the device of the rank that holds most, and with CPU offload on its ``host``. ``activations`` is None
-    where the model's shape isn't known."""
+    where the model's shape isn't known. ``stepping`` comes when activations and ``temporary`` are gone."""
 
     parameters: float
     gradients: float
@@ -24,6 +24,7 @@ class Memory:
     temporary: float
     kv_cache: float = 0.0
     host: float = 0.0
+    stepping: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -32,8 +33,9 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Everything that is known."""
-        return self.model_states + (self.activations or 0.0) + self.temporary + self.kv_cache
+        """Everything that is known, at the fullest moment: of the passes, or of the optimizer's step."""
+        passes = (self.activations or 0.0) + self.temporary + self.kv_cache
+        return self.model_states + max(passes, self.stepping)
 
 
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
@@ -171,10 +173,10 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 
     ZeRO 3: two gathered blocks of parameters (in use and fetched ahead), what lies outside of them, and one block of
     gradients; ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that
-    the backward pass needs. The loss takes the logits and their float32 copy, (element + 4) s b V / t. The
+    the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s b V / t. The
     gradient of a cut embedding comes whole, V h, before it is cut, under accumulation after the last micro-batch.
     """
-    weight, gradient, _, _, element, _ = PRECISIONS[layout.precision]
+    weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
     held = gradient * block if layout.zero >= 2 else 0.0
     held += gradient * spec.embedding * (1 - 1 / layout.tp)
@@ -183,8 +185,19 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     if layout.precision.startswith("autocast"):
         held += 2 * stage_params(spec, layout)
     if spec.is_transformer:
-        held += (element + 4) * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
+        held += 8 * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
     return held
+
+
+def stepping(spec: ModelSpec, layout: Layout) -> float:
+    """Bytes that the optimizer's step takes beside the model states, after the passes: a float32 copy of the gradients
+    where there are master weights, and the roots of Adam's second moments, which ``foreach`` makes of all at once. On
+    the host under CPU offload, where they aren't counted."""
+    _, _, master, moment, _, _ = PRECISIONS[layout.precision]
+    if layout.offload:
+        return 0.0
+    copies = master + (moment if layout.optimizer in ("adam", "adamw") else 0)
+    return copies * stage_params(spec, layout) / (layout.shards if layout.zero else 1)
 
 
 def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
@@ -201,6 +214,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
         activations=activations(spec, layout),
         temporary=temporary(spec, layout),
         host=host,
+        stepping=stepping(spec, layout),
     )
 
 

@@ -69,6 +69,7 @@ class Plan:
             "optimizer_bytes_per_rank": round(m.optimizer),
             "activation_bytes_per_rank": None if m.activations is None else round(m.activations),
             "temporary_bytes_per_rank": round(m.temporary),
+            "optimizer_step_bytes_per_rank": round(m.stepping),
             "kv_cache_bytes_per_rank": round(m.kv_cache),
             "total_bytes_per_rank": round(m.total),
             "host_bytes_per_rank": round(m.host),

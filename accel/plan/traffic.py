@@ -88,15 +88,23 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes a rank sends over pp in a step: each micro-batch, s b h forward and as much backward, times the chunks
-    of an interleaved schedule (Narayanan et al. 2021, section 2.2 and 4.1), cut along the sequence under sequence
-    parallel."""
+    """Bytes the rank that sends most sends over pp in a step: of each micro-batch s b h for every stage of its own
+    whose output goes to another rank, and as much for every one whose input's gradient does (Narayanan et al. 2021,
+    section 2.2 and 4.1), cut along the sequence under sequence parallel; under autocast the residual stream is float32.
+
+    A rank in the middle does both for each of its stages: one, of an interleaved or zero-bubble schedule as many as
+    there are chunks. Of two ranks each has an end of the chain: a loop leaves one of their 2 v out, in a V the halves
+    that turn stay on their rank, and of one stage each, one only sends forward and the other only back.
+    """
     if layout.pp == 1:
         return 0.0
-    element = PRECISIONS[layout.precision][4]
-    chunks = layout.chunks if layout.pipeline == "interleaved" else 1
+    element = 4 if layout.precision.startswith("autocast") else PRECISIONS[layout.precision][4]
+    chunks = layout.chunks if layout.pipeline == "interleaved" else 2 if layout.pipeline == "zero-bubble" else 1
+    sends = 2 * chunks
+    if layout.pp == 2:
+        sends = 2 if layout.pipeline == "zero-bubble" else sends - 1
     narrow = layout.tp if layout.sequence_parallel else 1
-    return 2 * layout.accumulation * chunks * spec.seq * layout.micro_batch * spec.hidden * element / narrow
+    return sends * layout.accumulation * spec.seq * layout.micro_batch * spec.hidden * element / narrow
 
 
 def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
@@ -149,7 +157,8 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: what is computed (the bubble in it), what is sent, and the whole."""
+    """Seconds of a step: what a rank computes, what it sends over each axis and copies, how long the bubble is, and the
+    whole."""
 
     compute: float
     dp: float

@@ -181,9 +181,11 @@ class Trainer:
         norm = (math.sqrt(square) if alike else float(gradient_norm(parameters, stages))) * back
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
-        # No loss scale mends a weight that is no number.
-        if not finite and (not self.scale.enabled or any(_is_bad(p.detach()) for p in parameters)):
-            raise TrainingFailed(self._not_finite(mean))
+        if not finite:
+            # No loss scale mends a weight that is no number.
+            bad = self._first_bad()
+            if bad or not self.scale.enabled:
+                raise TrainingFailed(self._not_finite(mean, bad or self._first_bad(gradients=True)))
         rate = learning_rate(config, self.step)
         if finite:
             clip = config.optimizer.clip
@@ -192,9 +194,10 @@ class Trainer:
             self.optimizer.step()
         self.skipped = 0 if finite else self.skipped + 1
         if self.skipped == _MOST_SKIPPED:
+            bad = self._first_bad(gradients=True)
             raise TrainingFailed(
-                f"{_MOST_SKIPPED} steps in a row overflowed, the loss is {mean:g}{self._first_bad()}; use "
-                "--precision.mode=bf16 or a lower lr, or look at the data"
+                f"{_MOST_SKIPPED} steps in a row overflowed, the loss is {mean:g}{bad}; use --precision.mode=bf16 or a "
+                "lower lr, or look at the data"
             )
         self.scale.update(finite=finite)
         self.optimizer.zero_grad()
@@ -210,15 +213,23 @@ class Trainer:
         stream = (self.step * ranks.data_ranks + ranks.data_rank) * parts + part
         return (self.config.seed << 32) + stream + (stage << 48)
 
-    def _first_bad(self) -> str:
-        named = list(zip(self.optimizer.names, self.optimizer.parameters, strict=True))
-        # Weights first: where one of them is bad, every gradient is.
-        found = [(name, p.detach()) for name, p in named] + [(f"the gradient of {name}", p.grad) for name, p in named]
-        return next((f"; the first that isn't finite is {name}" for name, value in found if _is_bad(value)), "")
+    def _first_bad(self, *, gradients: bool = False) -> str:
+        """The first weight, or gradient, that isn't finite, of the first rank that holds such a one, said alike by all
+        ranks: of what is sharded most of them see nothing wrong. Every rank calls it; "" where there is none."""
+        named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
+        own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")
+        found = [own]
+        if self.ranks.world > 1:
+            found = [""] * self.ranks.world
+            dist.all_gather_object(found, own)
+        rank, name = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
+        # Gradients are of all ranks: which of them has it says nothing about where it came from.
+        what = f"the gradient of {name}" if gradients else name + (f" on rank {rank}" if len(found) > 1 else "")
+        return f"; the first that isn't finite is {what}" if name else ""
 
-    def _not_finite(self, loss: float) -> str:
+    def _not_finite(self, loss: float, bad: str) -> str:
         return (
-            f"the loss is {loss:g} at step {self.step + 1}{self._first_bad()}; {self._kept()}, look at "
+            f"the loss is {loss:g} at step {self.step + 1}{bad}; {self._kept()}, look at "
             "the data or lower the learning rate"
         )
 

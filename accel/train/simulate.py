@@ -24,6 +24,7 @@ from accel.train.inputs import call
 from accel.train.loss import cross_entropy
 from accel.train.pipeline import SCHEDULES, TWO_STAGES, Stage, balance, chain, places
 from accel.train.precision import MasterOptimizer, parameter_dtype
+from accel.train.quantized_comm import set_quantized
 from accel.train.recompute import recompute
 from accel.train.tensor_parallel import distribute, match
 from accel.train.zero import micro_batch, shard
@@ -34,7 +35,7 @@ class Simulated:
     """What rank 0 of the simulated world held in a step, each at its fullest, and sent in it, in bytes.
 
     ``activations``: what autograd saved in the forward pass; only counted at stage 0, where no gathered parameter is
-    in it. ``sent``: over data-parallel ranks, ``sent_tp``: over tensor-parallel ones.
+    in it. ``sent``: over data-parallel ranks, ``sent_tp``: over tensor-parallel ones, ``sent_pp``: from stage to stage.
     """
 
     parameters: int = 0
@@ -43,6 +44,7 @@ class Simulated:
     activations: int = 0
     sent: float = 0.0
     sent_tp: float = 0.0
+    sent_pp: float = 0.0
     collectives: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -61,6 +63,8 @@ def simulate(
     accumulation: int = 1,
     replicate: int = 1,
     hpz: int = 0,
+    qwz: bool = False,
+    qgz: bool = False,
     tp: int = 1,
     styles: Mapping[str, str] | None = None,
     sequence: bool = True,
@@ -87,6 +91,7 @@ def simulate(
                 distribute(module, cut, match(module, styles or {}), sequence=sequence)
             with unset_fake_temporarily():  # it makes meshes, and looks at their ranks
                 called = shard(module, mesh, zero, hpz=hpz)
+                set_quantized(called, world // tp // replicate, gather=qwz, reduce=qgz)
             stepper = MasterOptimizer(module, OptimizerConfig(name=optimizer), precision)
             with Sent(found):
                 for index in range(accumulation):
@@ -217,7 +222,8 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 class Sent(TorchDispatchMode):
     """Sums what a ring would send for every collective that is called inside: c10d's own are those of DDP and FSDP2,
-    functional ones those of DTensor."""
+    functional ones those of DTensor; and what stages send to one another. Exchanged all to all, as little leaves a rank
+    as in a ring."""
 
     def __init__(self, found: Simulated) -> None:
         super().__init__()
@@ -229,11 +235,14 @@ class Sent(TorchDispatchMode):
         kind, _, name = str(func).removesuffix(".default").split("::")[-1].rpartition(".")
         if kind == "_c10d_functional":
             self._functional(name, args)
-        elif name in ("_allgather_base_", "_reduce_scatter_base_"):
-            whole = args[0] if name == "_allgather_base_" else args[1]
+        elif name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
+            whole = args[1] if name == "_reduce_scatter_base_" else args[0]
             self._add(name, ring(whole.numel() * whole.element_size(), _ranks(args)))
         elif name == "allreduce_":
             self._add(name, 2 * ring(sum(t.numel() * t.element_size() for t in args[0]), _ranks(args)))
+        elif name == "send":
+            self.found.sent_pp += sum(t.numel() * t.element_size() for t in args[0])
+            self.found.collectives[name] += 1
         return func(*args, **(kwargs or {}))
 
     def _functional(self, name: str, args: Sequence[Any]) -> None:

@@ -44,6 +44,38 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
     assert "assumed: 400 TFLOP/s" in capsys.readouterr().out
 
 
+def test_the_documented_line_prints_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if the line as it is documented doesn't print the layouts in rows of one line each, fastest first, the
+    chosen one marked, with the figures that --json has, and what they assume."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.toml").write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
+    line = "plan config.toml --world 64 --hbm 80G"
+    assert run(group, [*line.split(), "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["feasible"]
+    assert run(group, line.split()) == 0
+    said = capsys.readouterr().out
+    assert f"{len(plans)} layouts fit in 80 GB, fastest first" in said
+    assert "assumed: 400 TFLOP/s a rank, 300 GB/s inside a node of 8, 40 GB/s between nodes" in said
+    table = [[cell.strip() for cell in row.strip("│┃").split("│")] for row in said.splitlines() if row[0] in "│┃"]
+    (names,) = ([cell.strip() for cell in row.strip("┃").split("┃")] for row in said.splitlines() if row[0] == "┃")
+    rows = [dict(zip(names, row, strict=True)) for row in table[1:]]
+    assert [row[""] for row in rows] == ["*1", *map(str, range(2, 21))]
+    for row, plan in zip(rows, plans, strict=False):
+        kind = plan["layout"]
+        shown = ("tp", "pp", "cp", "dp", "zero", "micro_batch", "accumulation", "recompute")
+        assert [row[name] for name in ("tp", "pp", "cp", "dp", "ZeRO", "micro", "x", "recompute")] == [
+            str(kind[name]) for name in shown
+        ]
+        assert ("offload" in row["more"], f"hpZ {kind['hpz']}" in row["more"]) == (kind["offload"], kind["hpz"] > 0)
+        assert float(row["s a step"]) == pytest.approx(plan["step_seconds"], rel=1e-3)
+        assert float(row["GB a rank"]) == pytest.approx(plan["total_bytes_per_rank"] / 1e9, abs=0.006)
+        assert float(row["GB sent"]) == pytest.approx(plan["communication_bytes_per_step"] / 1e9, abs=0.0006)
+    seconds = [float(row["s a step"]) for row in rows]
+    assert seconds == sorted(seconds)
+
+
 @pytest.mark.parametrize(
     ("words", "axis", "value"),
     [

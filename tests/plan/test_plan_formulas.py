@@ -10,10 +10,27 @@ import torch
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
 from accel.plan.measure import spec_of
-from accel.plan.memory import activations, inference_memory, model_states, stage_params, training_memory
+from accel.plan.memory import (
+    activations,
+    inference_memory,
+    model_states,
+    stage_params,
+    temporary,
+    training_memory,
+)
 from accel.plan.search import search
 from accel.plan.spec import Layout, Machine, ModelSpec, quantity
-from accel.plan.traffic import bubble, context_parallel_bytes, data_parallel_bytes, flops, ring, tensor_parallel_bytes
+from accel.plan.traffic import (
+    bubble,
+    context_parallel_bytes,
+    data_parallel_bytes,
+    flops,
+    pipeline_bytes,
+    ring,
+    step_time,
+    tensor_parallel_bytes,
+)
+from accel.train.pipeline import places
 from accel.train.quantized_comm import encode
 from accel.train.simulate import simulate
 
@@ -101,8 +118,11 @@ def test_states_and_traffic_at_1024_ranks() -> None:
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), world=1024, zero=3, precision="bf16")
     spec = spec_of(GPT(shape))
     layout = Layout(world=1024, zero=3, precision="bf16")
-    _, gradients, optimizer = model_states(spec, layout)
+    parameters, gradients, optimizer = model_states(spec, layout)
     assert (found.gradients, found.optimizer) == (gradients, optimizer)
+    # What lies outside the blocks is held whole, which is planned as temporary.
+    assert found.parameters == parameters + 2 * spec.outside * 1023 / 1024
+    assert temporary(spec, layout) > 2 * spec.outside
     assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
 
 
@@ -145,6 +165,45 @@ def test_tensor_parallel_traffic_and_bubble() -> None:
     assert bubble(piped) == pytest.approx(3 / 15)
     assert bubble(Layout(world=4, pp=4, accumulation=12, pipeline="interleaved", chunks=2)) == pytest.approx(3 / 27)
     assert bubble(Layout(world=4, pp=4, accumulation=12, pipeline="zero-bubble")) == 0
+
+
+def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
+    """Fails if the estimate of a step isn't the FLOPs of a rank over what it sustains, the idle part of a pipeline
+    isn't added to it, or traffic that nothing hides is left out."""
+    spec = ModelSpec(params=0, layers=8, hidden=512, heads=8, vocab=1000, seq=128)
+    fast = Machine(flops=1e12, node_bandwidth=1e30, bandwidth=1e30)
+    plain = Layout(world=8, micro_batch=2, accumulation=12)
+    time = step_time(spec, plain, fast)
+    assert time.compute == time.step == pytest.approx(flops(spec, plain) / (8 * 1e12))
+    piped = replace(plain, pp=4)
+    staged = step_time(spec, piped, fast)
+    assert staged.compute == pytest.approx(flops(spec, piped) / (8 * 1e12))
+    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m, of 12 micro-batches and 4 stages
+    assert staged.bubble == pytest.approx(staged.step - staged.compute)
+    cut = step_time(spec, replace(piped, tp=2), replace(fast, node_bandwidth=1e9))
+    assert cut.step == pytest.approx((cut.compute + cut.tp) * 15 / 12 + cut.pp / 12)
+    assert cut.tp > 0 < cut.pp
+
+
+@pytest.mark.parametrize(
+    ("pp", "sends"),
+    [
+        (2, {"gpipe": 1, "1f1b": 1, "interleaved": 3, "zero-bubble": 2}),
+        (3, {"gpipe": 2, "1f1b": 2, "interleaved": 4, "zero-bubble": 4}),
+        (8, {"gpipe": 2, "1f1b": 2, "interleaved": 4, "zero-bubble": 4}),
+    ],
+)
+def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) -> None:
+    """Fails if the planned traffic of a pipeline isn't that of the rank most of whose stages have a neighbour on
+    another rank, on the places that training gives them."""
+    spec = ModelSpec(params=10**9, layers=16, hidden=64, heads=4, seq=16)
+    for pipeline, most in sends.items():
+        layout = Layout(world=pp, pp=pp, pipeline=pipeline, micro_batch=2, accumulation=5)
+        assert pipeline_bytes(spec, layout) == most * 5 * 16 * 2 * 64 * 2
+        mine = places(pp, pipeline)
+        owner = {stage: rank for rank, stages in enumerate(mine) for stage in stages}
+        out = [sum(owner.get(s + d, rank) != rank for s in stages for d in (1, -1)) for rank, stages in enumerate(mine)]
+        assert max(out) == most
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:

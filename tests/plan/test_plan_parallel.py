@@ -84,8 +84,26 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
+    # Beside them the first shards: 2 of the 2 + 12 bytes that the optimizer's are of. The plan has all in second ones.
+    planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
+    assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
     assert sent <= found.sent * 1.0001 <= sent * 1.002
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
+def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
+    """Fails if what qwZ gathers and qgZ exchanges (counted collective by collective, codes and scales of every
+    parameter) leaves the closed form by more than padding and the scales of short last blocks, or goes in other
+    precision than asked for."""
+    kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
+    found = _simulated(6, **kind)
+    layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
+    sent = data_parallel_bytes(_spec(6), layout)
+    assert sent <= found.sent * 1.0001 <= sent * 1.005
+    assert sent < 0.9 * data_parallel_bytes(_spec(6), replace(layout, qwz=False, qgz=False))
+    assert (found.collectives["alltoall_base_"] > 0) == qgz
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,11 @@ def model() -> torch.nn.Module:
     return GPT(GPTConfig(vocab=VOCABULARY, layers=3, hidden=32, heads=4, seq=LENGTH))
 
 
+def deep() -> torch.nn.Module:
+    """As many parts as four ranks have stages, two each."""
+    return GPT(GPTConfig(vocab=VOCABULARY, layers=7, hidden=32, heads=4, seq=LENGTH))
+
+
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
     found = []

@@ -9,12 +9,12 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import rank_bytes
+import rank_faults
 import torch
 from safetensors.torch import load_file
 
@@ -104,6 +104,9 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "PP 2, 1F1B, clipping": ["parallel.pp=2", "micro_batch=1", "optimizer.clip=0.1"],
         "PP 2, interleaved": ["parallel.pp=2", "parallel.pipeline=interleaved"],
         "PP 2, zero-bubble": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
+        "PP 2, interleaved, bf16 with master weights": [
+            "parallel.pp=2", "parallel.pipeline=interleaved", "precision.mode=bf16",
+        ],
         "PP 2, full recomputation": ["parallel.pp=2", "parallel.recompute=full"],
         "CP 2 (Ulysses) x ZeRO 0": ["parallel.cp=2"],
         "CP 2 (Ulysses) x ZeRO 3, full recomputation, clipping": [
@@ -155,6 +158,16 @@ ONLY: dict[int, dict[str, list[str]]] = {
         ],
         "TP 2 x ZeRO 3, CPU offload": ["parallel.tp=2", "parallel.zero=3", "parallel.offload=true"],
         "PP 2 x ZeRO 1, CPU offload": ["parallel.pp=2", "parallel.zero=1", "parallel.offload=true"],
+        "ZeRO 3 in 2 replicas, bf16 with master weights": [
+            "parallel.zero=3", "parallel.replicate=2", "precision.mode=bf16",
+        ],
+        "ZeRO 3, hpZ 2, bf16 with master weights": ["parallel.zero=3", "parallel.hpz=2", "precision.mode=bf16"],
+        "ZeRO 3, qwZ, qgZ, bf16 with master weights": [
+            "parallel.zero=3", "parallel.qwz=true", "parallel.qgz=true", "precision.mode=bf16",
+        ],
+        "ZeRO 3, CPU offload, bf16 with master weights": [
+            "parallel.zero=3", "parallel.offload=true", "precision.mode=bf16",
+        ],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
     },
     8: {
@@ -184,21 +197,18 @@ TAKEN_UP = {
 }
 # AdamW on float32 copies of bfloat16 weights: saved by 2 ranks, taken up by 4, what it holds compared bit for bit.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
-# The first loss of the last rank is infinite. (Of a pipeline the second: torch tries the loss once to learn shapes.)
-SPIKY = {
-    "zero2": ["parallel.zero=2", f"loss={HERE}:overflow_once"],
-    "tp": ["parallel.tp=2", f"loss={HERE}:overflow_once"],
-    "pp": ["parallel.pp=2", f"loss={HERE}:overflow_second"],
-}
 # One plain step under these gives one process's gradient.
 GRADIENTS = {
     2: {
+        "ddp": [],
+        "zero1": ["parallel.zero=1"],
+        "zero2": ["parallel.zero=2"],
         "zero3": ["parallel.zero=3"],
         "tp": ["parallel.tp=2"],
         "cp": ["parallel.cp=2"],
         "pp": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
     },
-    4: {"zero3": ["parallel.zero=3"], "tp_fsdp": SAVED[4]["tp_fsdp"], "pp_tp": SAVED[4]["pp_tp"]},
+    4: {"ddp": [], **SAVED[4]},
 }
 
 
@@ -253,21 +263,27 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 def main(folder: Path, others: list[Path], later: list[Path]) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    found: dict[str, Any] = {"parity": {}, "bytes": {}, "resumed": {}, "final": {}, "seconds": {}}
+    found: dict[str, Any] = {"parity": {}, "on": {}, "resumed": {}, "final": {}, "seconds": {}}
     for name, overrides in rows(world).items():
         began = time.monotonic()
-        found["parity"][name] = losses(start(overrides, folder / "none"))
+        trainer = start(overrides, folder / "none")
+        found["parity"][name] = losses(trainer)
+        found["on"][name] = rank_bytes.switched_on(trainer)
         found["seconds"][name] = round(time.monotonic() - began, 2)
     began = time.monotonic()
     if world in SAVED:
-        _bytes(found, folder)
-        _overflow(found, folder)
+        found["pipeline"] = rank_bytes.sent_by_stages(start, world, folder)
+        found["spiky"] = rank_faults.overflow(start, folder)
+        found["not a number"] = rank_faults.not_a_number(start, folder)
+        found["damaged"] = rank_faults.damaged(start, folder / "damaged")
         _gradients(world, folder)
         _save(found, world, folder)
         found["tensor parallel"] = _tensor_parallel(world)
         found["adamw"] = _adamw(folder / "adamw" if world == 2 else others[0] / "adamw", world)
         for source in (folder, *others):
             resume(found, source, world)
+    if world == 4:
+        found["bytes"] = rank_bytes.held_and_sent(start, folder)
     if world == 2:
         found["refused"] = _refused(folder)
         found["context parallel"] = _context_parallel(folder)
@@ -296,43 +312,6 @@ def main(folder: Path, others: list[Path], later: list[Path]) -> None:
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def _bytes(found: dict[str, Any], folder: Path) -> None:
-    """What is held after each of a step's micro-batches (the most of it) and between steps, and sent in a step."""
-    from accel.train import passes
-    from accel.train.simulate import Sent, Simulated
-
-    held: dict[str, int] = {}
-
-    def local(tensors: Iterable[torch.Tensor | None]) -> int:
-        return sum(getattr(t, "to_local", lambda t=t: t)().nbytes for t in tensors if t is not None)
-
-    @contextmanager
-    def watched(module: torch.nn.Module, zero: int, *, last: bool) -> Iterator[None]:
-        with whole(module, zero, last=last):
-            yield
-        parameters = list(trainer.module.parameters())
-        now = {"parameters in a step": local(parameters), "gradients": local(p.grad for p in parameters)}
-        held.update({name: max(size, held.get(name, 0)) for name, size in now.items()})
-
-    for zero in (0, 1, 2, 3):
-        trainer = start([f"parallel.zero={zero}", "optimizer.name=adamw", "micro_batch=1"], folder / "none")
-        batches = trainer.batches()
-        trainer.one_step(batches)
-        held.clear()
-        whole, passes.micro_batch = passes.micro_batch, watched
-        try:
-            with Sent(seen := Simulated()):
-                trainer.one_step(batches)
-        finally:
-            passes.micro_batch = whole
-        found["bytes"][str(zero)] = {
-            **held,
-            "parameters": local(trainer.module.parameters()),
-            "optimizer": sum(t.nbytes for t in trainer.optimizer.tensors()),
-            "sent": seen.sent,
-        }
-
-
 def _adamw(folder: Path, world: int) -> dict[str, Any]:
     """The losses after the first half, and whether what the optimizer holds is bit for bit what was saved."""
     file = folder / "state.pt"
@@ -353,16 +332,6 @@ def _adamw(folder: Path, world: int) -> dict[str, Any]:
         set(state) == set(saved) and all(torch.equal(state[name], value) for name, value in saved.items())
     )
     return {"losses": losses(trainer), "equal": equal, "kinds": kinds}
-
-
-def _overflow(found: dict[str, Any], folder: Path) -> None:
-    found["spiky"] = {}
-    for name, overrides in SPIKY.items():
-        spiky = [*overrides, "precision.mode=autocast-fp16", "precision.loss_scale=1024"]
-        trainer = start(spiky, folder / "none")
-        batches = trainer.batches()
-        seen = [trainer.one_step(batches) for _ in range(2)]
-        found["spiky"][name] = [[s["skipped"], s["loss_scale"]] for s in seen]
 
 
 def _gradients(world: int, folder: Path) -> None:

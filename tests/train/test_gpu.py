@@ -40,6 +40,52 @@ dist.destroy_process_group()
 """
 
 
+OFFLOADED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from accel.examples.gpt import GPT, GPTConfig
+from accel.train.config import OptimizerConfig
+from accel.train.precision import MasterOptimizer, gradient_norm
+from accel.train.zero import shard
+
+device = sys.argv[2]
+dist.init_process_group("cuda:nccl,cpu:gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+mesh = init_device_mesh(device, (1,))
+ids = torch.randint(0, 61, (4, 16), device=device)
+runs = []
+for host in (device, "cpu"):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=61, layers=2, hidden=32, heads=4, seq=16)).to(device)
+    called = shard(model, mesh, 3, offload=host == "cpu")
+    optimizer = MasterOptimizer(model, OptimizerConfig(lr=0.01), "fp32")
+    losses = []
+    for _ in range(3):
+        loss = torch.nn.functional.cross_entropy(called(ids).flatten(0, 1), ids.flatten())
+        assert loss.device.type == device
+        loss.backward()
+        kept = [t for p in model.parameters() for t in (p, p.grad)]
+        assert {t.device.type for t in kept} == {host}, host
+        assert torch.isfinite(gradient_norm(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert {t.device.type for t in optimizer.tensors()} == {host}, host
+        losses.append(loss.item())
+    runs.append(losses)
+assert max(abs(a - b) for a, b in zip(*runs)) < 1e-3 < runs[0][0] - runs[0][-1], runs
+dist.destroy_process_group()
+"""
+
+
+def test_offloaded_shards_lie_on_the_host(tmp_path: Path) -> None:
+    """Fails if under CPU offload a parameter, its gradient or what the optimizer keeps of it lies on the GPU between
+    steps, the passes run on the CPU, or the losses are others than those of shards that stay on the GPU."""
+    command = [sys.executable, "-c", OFFLOADED, str(tmp_path / "store"), "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_nccl_collectives_and_shards(tmp_path: Path) -> None:
     """Fails where this torch and driver can't bring up NCCL, or FSDP2's gradients aren't those of the plain layer."""
     command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]

@@ -10,17 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import config_of, trainer_of
+from runs import SMALL, config_of, logged, rows_of, trainer_of
 
 _SECONDS = 240
 
 
-def _two(folders: list[Path], config: Path, *words: str) -> list[subprocess.CompletedProcess[str]]:
+def _two(folders: list[Path], config: Path, *words: str, nnodes: str = "2") -> list[subprocess.CompletedProcess[str]]:
     """Two agents of one rank each; what each said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = [sys.executable, "-m", "accel", "train", str(config), "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+    line = [sys.executable, "-m", "accel", "train", str(config), "--nnodes", nnodes]
+    line += ["--rendezvous", f"127.0.0.1:{port}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(
@@ -42,10 +43,10 @@ def _two(folders: list[Path], config: Path, *words: str) -> list[subprocess.Comp
     ]
 
 
-def _config(folder: Path) -> Path:
+def _config(folder: Path, **more: object) -> Path:
     scores = folder / "scores.py"
     scores.write_text("def evaluate(module):\n    return {'layers': float(len(module.blocks))}\n")
-    tables = {"parallel": {"zero": 3}, "checkpoint": {"every": 2}, "evaluate": f"{scores}:evaluate"}
+    tables = {"parallel": {"zero": 3}, "checkpoint": {"every": 2}, "evaluate": f"{scores}:evaluate", **more}
     file = folder / "run.toml"
     file.write_text(config_of(optimizer={"name": "sgd", "lr": 0.1}, **tables).to_toml())
     return file
@@ -69,6 +70,33 @@ def test_two_machines_train_one_model(tmp_path: Path) -> None:
     batches = alone.batches()
     expected = [alone.one_step(batches)["loss"] for _ in range(6)]
     assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
+    """Fails if a rank that is killed on one of two machines ends the other one's run too, either of them doesn't go on
+    from the last checkpoint to one process's curve, or as many machines as ``MIN:MAX`` allows don't train together."""
+    source, out = tmp_path / "source.py", tmp_path / "run"
+    source.write_text(
+        SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\ndef dies(outputs, targets):\n"
+        "    from accel.train.loss import cross_entropy\n"
+        "    global _calls\n    _calls += 1\n    flag = Path(__file__).with_name('killed')\n"
+        "    if _calls == 4 and os.environ['RANK'] == '1' and not flag.exists():\n"
+        "        flag.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return cross_entropy(outputs, targets)\n"
+    )
+    checkpoint = {"every": 2, "asynchronous": False}
+    config = _config(tmp_path, steps=6, loss=f"{source}:dies", checkpoint=checkpoint)
+    ran = _two([out, out], config, "--max-restarts", "1", nnodes="1:2")
+    assert (tmp_path / "killed").exists()
+    assert [json.loads(one.stdout or "{}").get("steps") for one in ran] == [6, 6], [one.stderr[-2000:] for one in ran]
+    rows = rows_of(out)
+    assert {"note": "resumed from step 2"} in rows
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 3, 4, 5, 6]
+    alone = trainer_of(tmp_path / "alone", steps=6, optimizer={"name": "sgd", "lr": 0.1})
+    batches = alone.batches()
+    expected = [alone.one_step(batches)["loss"] for _ in range(6)]
+    assert logged(out)[-4:] == pytest.approx(expected[-4:], abs=2e-5)
 
 
 @pytest.mark.slow

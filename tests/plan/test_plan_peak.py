@@ -1,0 +1,82 @@
+"""The planned memory of a rank against the most that is alive at once in a step, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from accel.examples.gpt import GPT, GPTConfig
+from accel.plan.measure import spec_of
+from accel.plan.memory import stepping, training_memory
+from accel.plan.spec import Layout
+from accel.train.config import OptimizerConfig
+from accel.train.loss import cross_entropy
+from accel.train.precision import MasterOptimizer, autocast, parameter_dtype
+from accel.train.recompute import recompute
+from accel.train.simulate import _default_dtype, _fake_world, _meshes
+from accel.train.zero import micro_batch, shard
+
+SHAPE = GPTConfig(vocab=500, layers=3, hidden=128, heads=4, seq=128)
+
+
+def _peaks(layout: Layout) -> tuple[int, int]:
+    """Of two micro-batches, and of these and the optimizer's step: bytes of all storages that are alive at once."""
+    optimizer = OptimizerConfig(name="sgd" if layout.optimizer == "momentum" else layout.optimizer)
+    with _fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
+        with _default_dtype(parameter_dtype(layout.precision)):
+            module = GPT(SHAPE)
+        recompute(module, layout.recompute)
+        with unset_fake_temporarily():
+            mesh, _ = _meshes(layout.world, 1, 1, sharded=layout.zero > 0)
+            called = shard(module, mesh, layout.zero, hpz=layout.hpz)
+        stepper = MasterOptimizer(module, optimizer, layout.precision)
+        stepper.materialise()
+        tracker = MemTracker()
+        tracker.track_external(module, *stepper.tensors())
+        with tracker:
+            for index in range(2):
+                tracker.reset_mod_stats()
+                ids = torch.zeros(layout.micro_batch, SHAPE.seq, dtype=torch.long)
+                with micro_batch(called, layout.zero, last=index == 1):
+                    with autocast(layout.precision, "cpu"):
+                        outputs = called(ids)
+                    loss, _ = cross_entropy(outputs, ids)
+                    del outputs
+                    torch.autograd.backward(loss)
+                    del loss
+            (passes,) = tracker.get_tracker_snapshot("peak").values()
+            stepper.step()
+        (whole,) = tracker.get_tracker_snapshot("peak").values()
+        return passes["Total"], whole["Total"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"world": 1, "precision": "fp32"},
+        {"world": 1, "precision": "bf16"},
+        {"world": 1, "precision": "bf16", "optimizer": "momentum"},
+        {"world": 1, "precision": "bf16", "micro_batch": 16},
+        {"world": 8, "zero": 1, "precision": "bf16", "micro_batch": 8},
+        {"world": 8, "zero": 2, "precision": "bf16", "micro_batch": 8},
+        {"world": 8, "zero": 3, "precision": "bf16", "micro_batch": 8},
+        {"world": 8, "zero": 3, "precision": "fp32", "hpz": 2},
+        {"world": 8, "zero": 3, "precision": "bf16", "recompute": "full"},
+    ],
+)
+def test_a_rank_holds_at_most_what_is_planned(kind: dict[str, object]) -> None:
+    """Fails if the most that a rank holds at once is more than planned by over 5%, or less by over a quarter: what
+    comes and goes in the passes, or in the optimizer's step, which is the fullest moment of small batches."""
+    layout = Layout(accumulation=2, **kind)  # type: ignore[arg-type]
+    passes, whole = _peaks(layout)
+    spec = replace(spec_of(GPT(SHAPE)), seq=SHAPE.seq)
+    memory = training_memory(spec, layout)
+    assert whole <= memory.total * 1.05
+    assert memory.total <= whole * 1.25
+    held = memory.model_states + (memory.activations or 0) + memory.temporary
+    assert passes / 1.05 <= held <= passes * 1.33
+    assert stepping(spec, layout) > 0

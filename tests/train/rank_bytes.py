@@ -1,0 +1,129 @@
+"""What a rank of the distributed suite holds and sends, counted while it trains. ``start`` is the suite's: overrides
+and a folder to a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+
+from accel.plan.measure import blocks
+from accel.train import passes
+from accel.train.loop import Trainer
+from accel.train.simulate import Sent, Simulated
+
+Start = Callable[[list[str], Path], Trainer]
+
+# Of four ranks, one step of two micro-batches of AdamW.
+HELD = {
+    **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
+    **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
+    "ZeRO 3, hpZ 2": ["parallel.zero=3", "parallel.hpz=2"],
+    "ZeRO 3, qwZ": ["parallel.zero=3", "parallel.qwz=true"],
+    "ZeRO 3, qgZ": ["parallel.zero=3", "parallel.qgz=true"],
+    "ZeRO 3, hpZ 2, qwZ, qgZ": ["parallel.zero=3", "parallel.hpz=2", "parallel.qwz=true", "parallel.qgz=true"],
+}
+HELD = {name: [*words, "optimizer.name=adamw", "micro_batch=1"] for name, words in HELD.items()}
+DEEP = f"model={Path(__file__).with_name('small.py')}:deep"
+# By world size: what stages send to one another in a step.
+STAGES = {
+    2: {
+        "1F1B": ["parallel.pp=2"],
+        "interleaved": ["parallel.pp=2", "parallel.pipeline=interleaved"],
+        "zero-bubble": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
+        "GPipe, autocast-bf16": ["parallel.pp=2", "parallel.pipeline=gpipe", "precision.mode=autocast-bf16"],
+        "1F1B, bf16": ["parallel.pp=2", "precision.mode=bf16"],
+    },
+    4: {
+        "GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
+        "interleaved": [DEEP, "parallel.pp=4", "parallel.pipeline=interleaved"],
+        "zero-bubble": [DEEP, "parallel.pp=4", "parallel.pipeline=zero-bubble"],
+        "1F1B, TP 2": ["parallel.pp=2", "parallel.tp=2"],
+        "1F1B, TP 2, no sequence parallel": ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=false"],
+    },
+}
+
+
+def _local(tensors: Iterable[torch.Tensor | None]) -> int:
+    return sum(getattr(t, "to_local", lambda t=t: t)().nbytes for t in tensors if t is not None)
+
+
+def switched_on(trainer: Trainer) -> dict[str, Any]:
+    """What the losses of a run don't show: whether FSDP2 keeps its shards on the host, over how many ranks it shards
+    between the passes, how many blocks are compiled, and how many frames were since the last call."""
+    groups = [
+        group
+        for part in trainer.module.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+    ]
+    between = [group.post_forward_mesh_info for group in groups]
+    compiled = [block._compiled_call_impl is not None for block in blocks(trainer.module)]
+    frames = counters["frames"]["ok"]
+    counters.clear()
+    return {
+        "offload": bool(groups) and all(p.offload_to_cpu for group in groups for p in group.fsdp_params),
+        "shards between the passes": sorted({mesh.shard_mesh_size for mesh in between if mesh is not None}),
+        "compiled": compiled,
+        "frames": frames,
+    }
+
+
+def held_and_sent(start: Start, folder: Path) -> dict[str, dict[str, float]]:
+    """What is held after each of a step's micro-batches and between its passes (the most of it) and between steps, and
+    sent in a step."""
+    return {name: _of_a_step(start(overrides, folder / "none")) for name, overrides in HELD.items()}
+
+
+def _of_a_step(trainer: Trainer) -> dict[str, float]:
+    held: dict[str, int] = {}
+    batches = trainer.batches()
+    trainer.one_step(batches)
+    whole, loss = passes.micro_batch, trainer.built.passes.loss
+
+    def note(**now: int) -> None:
+        held.update({name: max(size, held.get(name, 0)) for name, size in now.items()})
+
+    @contextmanager
+    def watched(module: torch.nn.Module, zero: int, *, last: bool) -> Iterator[None]:
+        with whole(module, zero, last=last):
+            yield
+        parameters = list(trainer.module.parameters())
+        note(step=_local(parameters), gradients=_local(p.grad for p in parameters))
+
+    def between(outputs: Any, targets: Any) -> Any:
+        note(between=_local(trainer.module.parameters()))
+        return loss(outputs, targets)
+
+    passes.micro_batch, trainer.built.passes.loss = watched, between
+    try:
+        with Sent(seen := Simulated()):
+            trainer.one_step(batches)
+    finally:
+        passes.micro_batch = whole
+    return {
+        "parameters in a step": held["step"],
+        "parameters between the passes": held["between"],
+        "gradients": held["gradients"],
+        "parameters": _local(trainer.module.parameters()),
+        "optimizer": sum(t.nbytes for t in trainer.optimizer.tensors()),
+        "sent": seen.sent,
+    }
+
+
+def sent_by_stages(start: Start, world: int, folder: Path) -> dict[str, float]:
+    """What this rank sends to other stages in a step; in the first one torch sends shapes too."""
+    found = {}
+    for name, overrides in STAGES[world].items():
+        trainer = start(overrides, folder / "none")
+        batches = trainer.batches()
+        trainer.one_step(batches)
+        with Sent(seen := Simulated()):
+            trainer.one_step(batches)
+        found[name] = seen.sent_pp
+    return found
