@@ -216,7 +216,13 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
     counted for a model that doesn't allow it, or is another one than was sent (microseconds)."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [3] * 4}
     body = json.dumps({"parameters": {"timeout": 200_000}, "inputs": [x]}).encode()
-    with client_of(faulty) as client, client_of_its_own(faulty) as other, ThreadPoolExecutor(3) as pool:
+    with (
+        client_of(faulty) as client,
+        client_of_its_own(faulty) as other,
+        ThreadPoolExecutor(3) as pool,
+        ExitStack() as stack,
+    ):
+        stack.callback(faulty.released.set)  # where something fails, too: the pool waits for what hangs
         client.load_model("bad", config=LEVELS % "true")
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -249,7 +255,8 @@ def test_a_priority_that_a_request_brings(faulty: Any) -> None:
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [7] * 4}
     body = json.dumps({"parameters": {"priority": 1}, "inputs": [x]}).encode()
     model = faulty.server.repository
-    with client_of(faulty) as client, ThreadPoolExecutor(5) as pool:
+    with client_of(faulty) as client, ThreadPoolExecutor(5) as pool, ExitStack() as stack:
+        stack.callback(faulty.released.set)
         client.load_model("bad", config=LEVELS % "true")
         asked = [pool.submit(ask, client, "bad", 2)]
         assert faulty.running.acquire(timeout=60)
@@ -354,7 +361,7 @@ def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCo
 )
 def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: grpc.StatusCode) -> None:
     """Fails if a malformed or oversize message in a stream, as its first or behind a good one, gets another code, isn't
-    its end, or costs the server more than this stream: its place among the streams, another caller, the process."""
+    its end, or costs the server more than this stream: its place among the streams, another caller, a clean end."""
     request = proto.message("ModelInferRequest")(model_name="good", id="7")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
     request.raw_input_contents.append(np.ones((1, 4), np.float32).tobytes())
@@ -378,6 +385,7 @@ def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: g
     with client_of(faulty) as client:
         ask(client, "good")
     assert idle(faulty)
+    assert faulty.transports["grpc"]._grpc.stop(1.0).wait(30), "the server can't end"
 
 
 def test_connections_that_are_left_open(faulty: Any) -> None:
