@@ -58,9 +58,10 @@ record: .venv-record/ready
 	.venv-record/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy safetensors deepspeed==0.19.8
 	@touch $@
 
-# A server under ten minutes of mixed load: memory, threads and open files stay flat, the counters add up.
+# A server under ten minutes of mixed load: memory, threads and open files stay flat (what was found is left under
+# benchmarks/results/), the counters add up.
 soak: $(VENV)/ready
-	$(BIN)/python -m pytest -q -m nightly
+	ACCEL_SOAK_RESULTS=$(CURDIR)/benchmarks/results $(BIN)/python -m pytest -q -m nightly
 
 # What only an NVIDIA GPU can show, within ten minutes: correctness, the benchmarks, compute-sanitizer; what was found
 # is under benchmarks/results/. The environment has to have a torch with CUDA: make gpu BIN=path/to/its/bin takes one that

@@ -110,7 +110,9 @@ class GrpcTransport:
     def stop(self, grace: float) -> None:
         """Take no new calls, wait ``grace`` seconds for those under way, then cut them off."""
         self._health.refresh()
-        self._grpc.stop(grace).wait()
+        # It cuts off what is left after the grace; what doesn't notice must not keep the process from ending.
+        if not self._grpc.stop(grace).wait(grace + 5.0):
+            log.warning("calls were left when the gRPC port closed")
         self._arrivals.stop()
 
 
@@ -131,8 +133,10 @@ class _Servicer:
         made, unary = {}, self.unary()
         for name, (request, response, streaming) in proto.methods().items():
             if streaming:
+                # Messages are parsed here and not by grpcio: where it couldn't, the call may never leave its books, and
+                # stop() waits for ever.
                 made[name] = grpc.stream_stream_rpc_method_handler(
-                    self.ModelStreamInfer, request.FromString, response.SerializeToString
+                    self._streamed(request.FromString), None, response.SerializeToString
                 )
             else:
                 made[name] = grpc.stream_unary_rpc_method_handler(
@@ -167,6 +171,29 @@ class _Servicer:
             return behaviour(request, context)
 
         return received
+
+    def _streamed(self, parse: Callable[[bytes], Any]) -> Callable[[Iterator[bytes], Any], Iterator[Any]]:
+        """``ModelStreamInfer`` over messages as they came. The first that can't be read ends the stream, once those
+        before it are answered."""
+
+        def streamed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+            malformed = False
+
+            def requests() -> Iterator[Any]:
+                nonlocal malformed
+                for message in messages:
+                    try:
+                        request = parse(message)
+                    except DecodeError:
+                        malformed = True
+                        return
+                    yield request
+
+            yield from self.ModelStreamInfer(requests(), context)
+            if malformed:
+                context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
+
+        return streamed
 
     def _unary(self, method: Callable[[Any, Any, str | None], Any], response: Any) -> Callable[[Any, Any], Any]:
         def behaviour(request: Any, context: grpc.ServicerContext) -> Any:

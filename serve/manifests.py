@@ -11,8 +11,8 @@ from typing import Any
 
 from accel.errors import BadConfig, MissingExtra
 
-# A DNS label (RFC 1123), which the names of Kubernetes objects have to be.
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+# A DNS label that begins with a letter (RFC 1035): what the names of Services and InferenceServices have to be.
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 
 
@@ -44,7 +44,9 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if not _LABEL.fullmatch(self.name):
-            raise BadConfig(f"{self.name!r} can't name a deployment; use lower-case letters, digits and '-'")
+            raise BadConfig(
+                f"{self.name!r} can't name a deployment; use lower-case letters, digits and '-', a letter first"
+            )
         if not self.image:
             raise BadConfig("a manifest needs the container image that has accel in it; pass --image NAME:TAG")
         for quantity in (self.cpu, self.memory):
@@ -52,6 +54,8 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is no Kubernetes quantity; write it like 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is no range; give 1 <= min <= max")
+        if not 1 <= self.target_cpu_percent <= 100:  # of what is requested, which is the limit as well
+            raise BadConfig(f"a target of {self.target_cpu_percent}% is never reached; give 1 to 100")
         if "--tls-client-ca" in self.words:
             raise BadConfig("the probes of Kubernetes show no certificate; leave --tls-client-ca out, let a mesh ask")
 
@@ -109,6 +113,8 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
     ``repository`` has to be an address or a mounted folder that the container itself can read.
     """
     container = _container(wanted) | {"name": "kserve-container"}
+    # Knative lets no container have one: its own proxy waits until the pod gets no more requests.
+    del container["lifecycle"]
     # Knative routes one port; h2c is how it knows gRPC.
     container["ports"] = [{"name": "h2c", "containerPort": wanted.grpc_port, "protocol": "TCP"}]
     predictor: dict[str, Any] = {
@@ -124,7 +130,12 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
         {
             "apiVersion": "serving.kserve.io/v1beta1",
             "kind": "InferenceService",
-            "metadata": {"name": wanted.name, "labels": {"app.kubernetes.io/managed-by": "accel"}},
+            "metadata": {
+                "name": wanted.name,
+                "labels": {"app.kubernetes.io/managed-by": "accel"},
+                # Without it KServe takes Knative's own autoscaler, which knows no CPU, and refuses the document.
+                "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
+            },
             "spec": {"predictor": predictor},
         }
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from math import ceil
 from pathlib import Path
@@ -193,7 +194,10 @@ def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
 def _manifest(kind: str, fields: dict[str, Any], say: Output) -> None:
     from accel.serve.manifests import Deployment, kserve, kubernetes, to_yaml
 
-    name = Path(fields["repository"]).name.lower().replace("_", "-") or "accel"
+    name = re.sub("[^a-z0-9]+", "-", Path(fields["repository"]).name.lower()).strip("-")
+    if not name[:1].isalpha():  # a Service's name has to begin with a letter
+        name = f"accel-{name}"
+    name = name[:63].rstrip("-")
     documents = {"kubernetes": kubernetes, "kserve": kserve}[kind](Deployment(name=name, **fields))
     say.result({"documents": documents}, lambda: to_yaml(documents).rstrip("\n"))
 

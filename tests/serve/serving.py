@@ -148,6 +148,13 @@ def client(port: int) -> triton.InferenceServerClient:
     return triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
 
 
+def tensor(name: str, value: np.ndarray, kind: str) -> triton.InferInput:
+    """An input of a request over gRPC."""
+    made = triton.InferInput(name, list(value.shape), kind)
+    made.set_data_from_numpy(value)
+    return made
+
+
 def ask(made: Any, model: str = "linear", mark: float = 1.0, **options: Any) -> np.ndarray:
     """One row of ``mark``."""
     given = triton.InferInput("x", [1, 4], "FP32")

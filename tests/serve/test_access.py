@@ -16,6 +16,8 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from aiohttp import web
 from certificates import certificate
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serving import Start, plain
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
@@ -67,6 +69,46 @@ def call(process: Any, name: str, token: str | None, fields: Any = None) -> grpc
 def test_every_method_wants_a_token(process: Any, name: str, token: str | None) -> None:
     """Fails if one method of the protocol answers a caller without a token that the server knows."""
     assert call(process, name, token) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def services(process: Any, token: str | None) -> set[str] | grpc.StatusCode:
+    """What reflection lists, or the status that it ends with."""
+    metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        try:
+            (listed,) = stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=60)
+        except grpc.RpcError as error:
+            return error.code()
+        return {service.name for service in listed.list_services_response.service}
+
+
+def test_what_is_beside_the_protocol(process: Any) -> None:
+    """Fails if reflection answers a caller without a token that the server knows, or there is a service that is neither
+    in the test above nor here."""
+    reflection = "grpc.reflection.v1alpha.ServerReflection"
+    for token in (None, "wrong", ""):
+        assert services(process, token) is grpc.StatusCode.UNAUTHENTICATED
+    assert services(process, "r-secret") == {proto.SERVICE, "grpc.health.v1.Health", reflection}
+
+
+def test_probes_need_no_token(process: Any) -> None:
+    """Fails if a probe over grpc.health.v1 is refused: a kubelet has no token; or if it says anything of a model to who
+    has none."""
+    with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        for service in ("", proto.SERVICE):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert stub.Check(request, timeout=60).status == serving
+            watched = stub.Watch(request, timeout=60)
+            assert next(watched).status == serving
+            watched.cancel()
+        for model in ("linear", "pair"):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Check(health_pb2.HealthCheckRequest(service=model), timeout=60)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 from certificates import certificate
 from onnx_builder import artifact, node
-from serving import FLOAT, INT64, WEIGHTS, linear
+from serving import FLOAT, INT64, WEIGHTS, linear, tensor
 
 from accel.serve import model_config, proto
 
@@ -67,12 +67,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     certificate(tmp_path, "client", issuer)
     np.savez("inputs.npz", x=np.ones((2, 4), np.float32))
     return tmp_path
-
-
-def tensor(name: str, value: np.ndarray, kind: str) -> Any:
-    given = triton.InferInput(name, list(value.shape), kind)
-    given.set_data_from_numpy(value)
-    return given
 
 
 def test_the_configs(folder: Path, start: Any) -> None:

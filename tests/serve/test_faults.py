@@ -35,11 +35,13 @@ class Faulty:
     def __init__(self, session: Any, released: threading.Event, running: threading.Semaphore) -> None:
         self._session, self._released, self._running = session, released, running
         self.sizes: list[int] = []
+        self.marks: list[float] = []
         self.signature = session.signature
 
     def run(self, feeds: Any) -> Any:
         mark = feeds["x"].flat[0]
         self.sizes.append(len(feeds["x"]))
+        self.marks.append(float(mark))
         if mark == 1:
             raise RuntimeError("the runtime gave up")
         if mark == 2:
@@ -205,6 +207,72 @@ def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
         ask(client, "bad", 3)
 
 
+LEVELS = """{"max_batch_size": 1, "dynamic_batching": {"priority_levels": 2, "default_priority_level": 2,
+"default_queue_policy": {"allow_timeout_override": %s}}}"""
+
+
+def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
+    """Fails if the ``timeout`` of a request (gRPC or HTTP) that waits behind a hung session doesn't end its waiting, is
+    counted for a model that doesn't allow it, or is another one than was sent (microseconds)."""
+    x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [3] * 4}
+    body = json.dumps({"parameters": {"timeout": 200_000}, "inputs": [x]}).encode()
+    with (
+        client_of(faulty) as client,
+        client_of_its_own(faulty) as other,
+        ThreadPoolExecutor(3) as pool,
+        ExitStack() as stack,
+    ):
+        stack.callback(faulty.released.set)  # where something fails, too: the pool waits for what hangs
+        client.load_model("bad", config=LEVELS % "true")
+        first = pool.submit(ask, client, "bad", 2)
+        assert faulty.running.acquire(timeout=60)
+        ran = list(faulty.sessions[-1].marks)
+        began = time.monotonic()
+        with pytest.raises(InferenceServerException, match="Request timeout expired") as caught:
+            ask(other, "bad", 3, timeout=200_000, client_timeout=60)
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        assert 0.2 <= time.monotonic() - began < 30
+        status, said = plain(faulty, "/v2/models/bad/infer", body)
+        assert (status, "Request timeout expired" in said.decode()) == (503, True)
+        faulty.released.set()
+        first.result(60)
+        assert faulty.sessions[-1].marks == ran
+        assert faulty.server.repository.get("bad").statistics().fail.count == 2
+
+        client.load_model("bad", config=LEVELS % "false")
+        faulty.released.clear()
+        first = pool.submit(ask, client, "bad", 2)
+        assert faulty.running.acquire(timeout=60)
+        late = pool.submit(ask, other, "bad", 3, timeout=1, client_timeout=60)
+        until(lambda: late.done() or faulty.server.repository.get("bad").statistics().queue_depth == 1)
+        faulty.released.set()
+        late.result(60)  # it waited for longer, and is answered
+
+
+def test_a_priority_that_a_request_brings(faulty: Any) -> None:
+    """Fails if a request of the first level, over gRPC or HTTP, is run behind those of the second that came before it,
+    or one that says nothing goes before others of its level."""
+    x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [7] * 4}
+    body = json.dumps({"parameters": {"priority": 1}, "inputs": [x]}).encode()
+    model = faulty.server.repository
+    with client_of(faulty) as client, ThreadPoolExecutor(5) as pool, ExitStack() as stack:
+        stack.callback(faulty.released.set)
+        client.load_model("bad", config=LEVELS % "true")
+        asked = [pool.submit(ask, client, "bad", 2)]
+        assert faulty.running.acquire(timeout=60)
+        ran = len(faulty.sessions[-1].marks)
+        for mark, options in ((4, {"priority": 2}), (5, {}), (6, {"priority": 1})):
+            asked.append(pool.submit(ask, client, "bad", mark, client_timeout=100, **options))
+            until(lambda: model.get("bad").statistics().queue_depth == len(asked) - 1)
+        over_http = pool.submit(plain, faulty, "/v2/models/bad/infer", body)
+        until(lambda: model.get("bad").statistics().queue_depth == 4)
+        faulty.released.set()
+        for one in asked:
+            one.result(100)
+        assert over_http.result(100)[0] == 200
+        assert faulty.sessions[-1].marks[ran:] == [6, 7, 4, 5]
+
+
 CLIENT = """
 import sys
 import numpy as np
@@ -281,6 +349,43 @@ def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCo
         assert caught.value.code() is code
     with client_of(faulty) as client:
         ask(client, "good")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"\xff\xff\xff\xff", grpc.StatusCode.INTERNAL),
+        (b"\n\xff\xff\xff\xff\x0f", grpc.StatusCode.INTERNAL),
+        (b"x" * ((1 << 20) + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: grpc.StatusCode) -> None:
+    """Fails if a malformed or oversize message in a stream, as its first or behind a good one, gets another code, isn't
+    its end, or costs the server more than this stream: its place among the streams, another caller, a clean end."""
+    request = proto.message("ModelInferRequest")(model_name="good", id="7")
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    request.raw_input_contents.append(np.ones((1, 4), np.float32).tobytes())
+    good, answer = request.SerializeToString(), proto.message("ModelStreamInferResponse").FromString
+    with grpc.insecure_channel(f"127.0.0.1:{faulty.ports['grpc']}") as channel:
+        stream = channel.stream_stream(f"/{proto.SERVICE}/ModelStreamInfer", response_deserializer=answer)
+        for before in [0, 1] * 4:  # there are places for four streams
+            sent: queue.Queue[Any] = queue.Queue()
+            responses = stream(iter(sent.get, None), timeout=60)
+            for _ in range(before):
+                sent.put(good)
+                assert next(responses).infer_response.id == "7"
+            sent.put(body)
+            with pytest.raises(grpc.RpcError) as caught:
+                next(responses)
+            sent.put(None)
+            assert caught.value.code() is code
+        found = [response.error_message for response in stream(iter([b"", good]), timeout=60)]
+        assert "unknown model: ''" in found[0]
+        assert found[1:] == [""]
+    with client_of(faulty) as client:
+        ask(client, "good")
+    assert idle(faulty)
+    assert faulty.transports["grpc"]._grpc.stop(1.0).wait(30), "the server can't end"
 
 
 def test_connections_that_are_left_open(faulty: Any) -> None:

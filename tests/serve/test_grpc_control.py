@@ -135,9 +135,55 @@ def test_load_and_unload(client: Any, repository: Path) -> None:
         "linear", "pair", "later",
     }  # fmt: skip
     ask(client)
-    for name in ("nothing", "../linear"):
-        with pytest.raises(InferenceServerException):
-            client.load_model(name)
+
+
+def says(call: Any) -> str:
+    """The code of the error that ``call`` gets, without its prefix."""
+    with pytest.raises(InferenceServerException) as caught:
+        call()
+    return str(caught.value.status()).removeprefix("StatusCode.")
+
+
+@pytest.mark.parametrize("name", ["../outside", "..", "../models/linear", "/outside", "linear/1", "linear/../linear"])
+def test_names_that_lead_out_of_the_repository(client: Any, repository: Path, name: str) -> None:
+    """There is a model where they lead to. Fails if one of them is loaded, asked or unloaded, or hears another code."""
+    linear(repository.parent / "outside" / "1")
+    x = triton.InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(np.ones((1, 4), np.float32))
+    assert says(lambda: client.load_model(name)) == "INVALID_ARGUMENT"
+    for call in (
+        lambda: client.unload_model(name),
+        lambda: client.infer(name, [x]),
+        lambda: client.get_model_metadata(name),
+        lambda: client.get_model_config(name),
+        lambda: client.get_inference_statistics(name),
+    ):
+        assert says(call) == "NOT_FOUND"
+    assert not client.is_model_ready(name)
+    assert {m.name for m in client.get_model_repository_index().models} == {"linear", "pair"}
+    ask(client)
+
+
+@pytest.mark.parametrize("version", ["..", "../1", "../../outside/1", "1/../1", "/1"])
+def test_versions_that_lead_out_of_the_model(client: Any, repository: Path, version: str) -> None:
+    """There is a model where they lead to. Fails if one of them is taken, or hears another code."""
+    linear(repository.parent / "outside" / "1")
+    x = triton.InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(np.ones((1, 4), np.float32))
+    for call in (
+        lambda: client.infer("linear", [x], model_version=version),
+        lambda: client.get_model_metadata("linear", version),
+        lambda: client.get_model_config("linear", version),
+        lambda: client.get_inference_statistics("linear", version),
+        lambda: client.is_model_ready("linear", version),
+    ):
+        assert says(call) == "INVALID_ARGUMENT"
+
+
+def test_a_model_that_is_not_there(client: Any) -> None:
+    """Fails if loading or unloading it hears another code."""
+    assert says(lambda: client.load_model("nothing")) == "NOT_FOUND"
+    assert says(lambda: client.unload_model("nothing")) == "NOT_FOUND"
 
 
 def test_load_with_another_config(client: Any) -> None:

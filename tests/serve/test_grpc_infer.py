@@ -85,25 +85,87 @@ def test_only_what_was_asked_for_comes_back_in_that_order(client: Any) -> None:
     assert [o.name for o in response.outputs] == ["same"]
 
 
-def test_every_datatype(tmp_path: Path, start: Start) -> None:
+KINDS = {
+    "BOOL": TensorProto.BOOL, "INT8": TensorProto.INT8, "INT16": TensorProto.INT16, "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64, "UINT8": TensorProto.UINT8, "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32, "UINT64": TensorProto.UINT64, "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT, "FP64": TensorProto.DOUBLE, "BF16": TensorProto.BFLOAT16, "BYTES": TensorProto.STRING,
+}  # fmt: skip
+
+
+@pytest.fixture
+def kinds(tmp_path: Path, start: Start) -> int:
+    """The port of a server with a model for each datatype, which gives back its three elements."""
+    assert set(KINDS) == set(DATATYPES)
+    for kind, number in KINDS.items():
+        identity(tmp_path / "kinds" / kind / "1", number, [3])
+    return start(tmp_path / "kinds").ports["grpc"]
+
+
+def test_every_datatype(kinds: int) -> None:
     """Fails if a datatype that a model can have doesn't come back as it went."""
-    kinds = {
-        "BOOL": TensorProto.BOOL, "INT8": TensorProto.INT8, "INT16": TensorProto.INT16, "INT32": TensorProto.INT32,
-        "INT64": TensorProto.INT64, "UINT8": TensorProto.UINT8, "UINT16": TensorProto.UINT16,
-        "UINT32": TensorProto.UINT32, "UINT64": TensorProto.UINT64, "FP16": TensorProto.FLOAT16,
-        "FP32": TensorProto.FLOAT, "FP64": TensorProto.DOUBLE, "BF16": TensorProto.BFLOAT16,
-    }  # fmt: skip
-    for kind, number in kinds.items():
-        identity(tmp_path / kind / "1", number, [3])
-    process = start(tmp_path)
-    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
-        for kind in kinds:
+    with triton.InferenceServerClient(f"127.0.0.1:{kinds}") as client:
+        for kind in sorted(set(KINDS) - {"BYTES"}):
             values = np.array([0, 1, 1]).astype(DATATYPES[kind].numpy)
             given = triton.InferInput("x", [3], kind)
             given.set_data_from_numpy(values)
             response = client.infer(kind, [given]).get_response()
             assert response.outputs[0].datatype == kind
             assert response.raw_output_contents[0] == values.tobytes(), kind
+
+
+# The field that each datatype comes in, values that are easily lost (the largest, the smallest), and what doesn't fit.
+TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "BOOL": ("bool_contents", [True, False, True], []),
+    "INT8": ("int_contents", [-128, 127, 0], [128, -129]),
+    "INT16": ("int_contents", [-32768, 32767, 0], [32768, -32769]),
+    "INT32": ("int_contents", [-(1 << 31), (1 << 31) - 1, 0], []),
+    "INT64": ("int64_contents", [-(1 << 63), (1 << 63) - 1, (1 << 53) + 1], []),
+    "UINT8": ("uint_contents", [255, 1, 0], [256]),
+    "UINT16": ("uint_contents", [65535, 1, 0], [65536]),
+    "UINT32": ("uint_contents", [(1 << 32) - 1, 1, 0], []),
+    "UINT64": ("uint64_contents", [(1 << 64) - 1, (1 << 53) + 1, 0], []),
+    "FP32": ("fp32_contents", [-1.5, float("inf"), 1e-45], []),
+    "FP64": ("fp64_contents", [0.1, -1e308, 5e-324], []),
+    "BYTES": ("bytes_contents", ["é".encode(), b"", b"a\0b"], [b"\xff"]),
+}
+
+
+def test_typed_contents_of_every_datatype(kinds: int) -> None:
+    """Fails if contents in the typed field of a datatype don't arrive as they were sent, another field or a value that
+    doesn't fit is taken, or FP16 and BF16, which have no field, are read from one."""
+
+    def request(kind: str, field: str, values: list[Any]) -> Any:
+        made = service_pb2.ModelInferRequest(model_name=kind)
+        getattr(made.inputs.add(name="x", datatype=kind, shape=[3]).contents, field).extend(values)
+        return made
+
+    fields = {field: values for field, values, _ in TYPED.values()}
+    with grpc.insecure_channel(f"127.0.0.1:{kinds}") as channel:
+        stub = GRPCInferenceServiceStub(channel)
+
+        def says(asked: Any, text: str) -> None:
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ModelInfer(asked)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, asked
+            assert text in caught.value.details()
+
+        for kind, (field, values, beyond) in TYPED.items():
+            response = stub.ModelInfer(request(kind, field, values))
+            assert response.outputs[0].datatype == kind
+            [raw] = response.raw_output_contents
+            if kind == "BYTES":
+                assert raw == b"".join(len(value).to_bytes(4, "little") + value for value in values)
+            else:
+                assert raw == np.array(values, DATATYPES[kind].numpy).tobytes(), kind
+            for other in fields.keys() - {field}:
+                says(request(kind, other, fields[other]), f"'x' is {kind}, its contents are in {other}")
+            for value in beyond:
+                says(request(kind, field, [value, *values[1:]]), "'x'")
+        for kind in KINDS.keys() - TYPED:
+            assert kind in ("FP16", "BF16")
+            for field, values in fields.items():
+                says(request(kind, field, values), f"'x' is {kind}, which goes into raw_input_contents only")
 
 
 def test_classification(tmp_path: Path, start: Start) -> None:

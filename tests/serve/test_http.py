@@ -11,7 +11,7 @@ import pytest
 import tritonclient.http as triton
 from onnx import TensorProto
 from prometheus_client.parser import text_string_to_metric_families
-from serving import WEIGHTS, Start, identity, plain
+from serving import WEIGHTS, Start, identity, linear, plain
 from tritonclient.utils import InferenceServerException
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
@@ -127,6 +127,65 @@ def test_what_is_refused(process: Any, path: str, body: bytes, length: str | Non
     assert found == status
     assert says in json.loads(text)["error"]
     assert process.server.under_way == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["..%2Foutside", "%2e%2e%2Foutside", "..%2Fmodels%2Flinear", "linear%2F1", "%2Foutside"]
+)
+def test_names_that_lead_out_of_the_repository(process: Any, repository: Path, name: str) -> None:
+    """There is a model where they lead to. Fails if one is loaded, asked or unloaded, or gets another status."""
+    linear(repository.parent / "outside" / "1")
+    control = f"/v2/repository/models/{name}"
+    found = {
+        path: plain(process, path, body)[0]
+        for path, body in (
+            (f"{control}/load", b"{}"), (f"{control}/unload", b"{}"), (f"/v2/models/{name}/infer", good()),
+            (f"/v2/models/{name}", None), (f"/v2/models/{name}/config", None), (f"/v2/models/{name}/stats", None),
+            (f"/v2/models/{name}/ready", None),
+        )
+    }  # fmt: skip
+    assert list(found.values()) == [400, 404, 404, 404, 404, 404, 400]
+    assert plain(process, "/v2/models/linear/infer", good())[0] == 200
+
+
+@pytest.mark.parametrize("version", ["..%2F1", "%2e%2e%2F1", "..%2F..%2Foutside%2F1", "1%2F..%2F1"])
+def test_versions_that_lead_out_of_the_model(process: Any, repository: Path, version: str) -> None:
+    """There is a model where they lead to. Fails if one of them is taken, or gets another status."""
+    linear(repository.parent / "outside" / "1")
+    model = f"/v2/models/linear/versions/{version}"
+    assert plain(process, f"{model}/infer", good())[0] == 400
+    for path in ("", "/config", "/stats", "/ready"):
+        assert plain(process, f"{model}{path}")[0] == 400, path
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/models/../outside", "/v2/models/linear/versions/../../../outside", "/../etc/passwd"]
+)
+def test_dots_in_the_path_itself(process: Any, repository: Path, path: str) -> None:
+    """Fails if they lead to something: no route has them, whether they are resolved or not."""
+    linear(repository.parent / "outside" / "1")
+    for tail, body in (("", None), ("/config", None), ("/infer", good())):
+        assert plain(process, f"{path}{tail}", body)[0] == 404
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_classification(tmp_path: Path, start: Start, binary: bool) -> None:
+    """Fails if the largest isn't first, or its index, value or label is wrong, in JSON or as bytes."""
+    linear(tmp_path / "linear" / "1")
+    (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
+    (tmp_path / "linear" / "config.pbtxt").write_text(
+        'max_batch_size: 8 output { name: "y" label_filename: "labels.txt" }'
+    )
+    process = start(tmp_path, http_port=0)
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
+        given = triton.InferInput("x", [2, 4], "FP32")
+        given.set_data_from_numpy(np.array([[1, 0, 0, 0], [-1, 0, 0, 0]], dtype=np.float32))
+        asked = [triton.InferRequestedOutput("y", binary_data=binary, class_count=2)]
+        result = client.infer("linear", [given], outputs=asked)
+    [output] = result.get_response()["outputs"]
+    assert (output["datatype"], output["shape"]) == ("BYTES", [2, 2])
+    found = [v.decode() if isinstance(v, bytes) else v for v in result.as_numpy("y").ravel()]
+    assert found == ["0.200000:2:bird", "0.100000:1:dog", "0.000000:0:cat", "-0.100000:1:dog"]
 
 
 def test_metrics(client: Any, process: Any) -> None:

@@ -7,7 +7,8 @@ import importlib.util
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -68,3 +69,37 @@ def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail:
     outcome = nullcontext() if agrees else pytest.raises(RuntimeError, match="h2load counted 100 answers")
     with outcome, serve_load.counted(1, "m") as sent:
         sent.append((100, 8))
+    assert sent[1:] == [(max(0, 100 - success), max(0, success + fail - 108))]
+
+
+def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a run passes of whose requests the server can't know, as some never reached it."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    serve_load = importlib.import_module("serve_load")
+
+    def ran(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(stdout="requests: 20 total, 20 started, 19 done, 18 succeeded, 1 failed, 1 errored\n")
+
+    monkeypatch.setattr(serve_load, "subprocess", SimpleNamespace(run=ran))
+    with pytest.raises(RuntimeError, match="18 of 20 requests were answered"):
+        serve_load.exactly(1, Path("body"), 20, 8)
+    assert serve_load.exactly(1, Path("body"), 18, 8) == 18
+
+
+def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if lost and repeated answers don't get their columns, a peer's that nobody counted are 0, or the reasons
+    aren't of the run's own figures."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    serve_load = importlib.import_module("serve_load")
+    run = {"rate": 100.0, "p50": 0.26, "p99": 1.0, "failed": 0.0}
+    rows = [
+        serve_load.row("mlp", "accel", 8, [{**run, "lost": 1, "twice": 2}, {**run, "lost": 3, "twice": 0}]),
+        serve_load.row("mlp", "floor", 1, [run]),
+        serve_load.row("mlp", "floor-model", 8, [{**run, "rate": 320.0}] * 2),
+        serve_load.row("mlp", "mlserver", 8, [run] * 2),
+    ]
+    lines = serve_load.markdown(rows, []).splitlines()
+    assert next(line for line in lines if line.startswith("| mlp | accel")).endswith("| 0 | 4 | 2 |")
+    assert next(line for line in lines if line.startswith("| mlp | mlserver")).endswith("| 0 | - | - |")
+    assert "reaches 3.2 times MLServer at concurrency 8; accel" in lines[-2]
+    assert "takes 0.26 ms (p50)" in lines[-1]

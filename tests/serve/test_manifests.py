@@ -40,11 +40,26 @@ def test_a_misspelt_field_would_be_found() -> None:
 
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
 def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
-    """KServe's predictor takes a PodSpec's fields beside its own: fails if the container isn't a valid one."""
+    """KServe's predictor takes a PodSpec's fields beside its own: fails if the container isn't a valid one, a field of
+    KServe's own isn't what its API takes, or the autoscaler that it would choose doesn't know the metric."""
     (document,) = yaml.safe_load_all(to_yaml(kserve(wanted)))
+    assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
+    assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(document["spec"]) == {"predictor"}
     predictor = dict(document["spec"]["predictor"])
-    for own in ("minReplicas", "maxReplicas", "scaleMetric", "scaleTarget"):
-        predictor.pop(own)
+    own = {name: predictor.pop(name) for name in ("minReplicas", "maxReplicas", "scaleMetric", "scaleTarget")}
+    assert own == {
+        "minReplicas": wanted.min_replicas, "maxReplicas": wanted.max_replicas,
+        "scaleMetric": "cpu",  # of cpu, memory, concurrency and rps
+        "scaleTarget": wanted.target_cpu_percent,
+    }  # fmt: skip
+    assert all(type(own[name]) is int for name in ("minReplicas", "maxReplicas", "scaleTarget"))
+    # What KServe's webhook asks for where the metric is cpu or memory; Knative's own takes concurrency and rps.
+    assert document["metadata"]["annotations"]["autoscaling.knative.dev/class"] == "hpa.autoscaling.knative.dev"
+    assert 1 <= own["scaleTarget"] <= 100
+    (container,) = predictor["containers"]
+    assert not set(container) & {"lifecycle", "stdin", "stdinOnce", "tty", "volumeDevices"}  # Knative refuses them
+    assert len(container["ports"]) == 1
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": document["metadata"], "spec": predictor}
     validate.validate(pod, validate.latest_version(), strict=True)
     assert predictor["containers"][0]["ports"][0]["name"] == "h2c"
@@ -68,6 +83,9 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
     ("fields", "words"),
     [
         ({"name": "Mini_LM"}, "lower-case"),
+        ({"name": "3d"}, "a letter first"),
+        ({"target_cpu_percent": 0}, "1 to 100"),
+        ({"target_cpu_percent": 101}, "1 to 100"),
         ({"image": ""}, "--image"),
         ({"memory": "4 GB"}, "quantity"),
         ({"min_replicas": 5}, "range"),
@@ -75,6 +93,7 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_here(fields: dict[str, Any], words: str) -> None:
+    """Fails if a value is printed that the API's validation, beyond its schemas, refuses."""
     with pytest.raises(BadConfig, match=words):
         Deployment(**({"name": "minilm", "image": "accel:0.1"} | fields))
 
@@ -90,6 +109,22 @@ def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
     assert documents[0]["metadata"]["name"] == "models"
     ran = cli("serve", "/models", "--manifest", "kserve")
     assert (ran.code, "--image" in ran.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("repository", "name"),
+    [
+        ("/srv/My_Models.v2/", "my-models-v2"),
+        ("s3://bucket/2024", "accel-2024"),
+        ("/", "accel"),
+        ("/" + "a" * 62 + "_b", "a" * 62),
+    ],
+)
+def test_names_are_taken_from_the_repository(cli: Any, repository: str, name: str) -> None:
+    """Fails if a folder that can't name a Service leaves its user without a manifest."""
+    ran = cli("serve", repository, "--manifest", "kubernetes", "--image", "accel:0.1")
+    assert ran.code == 0, ran.stderr
+    assert {document["metadata"]["name"] for document in yaml.safe_load_all(ran.stdout)} == {name}
 
 
 def test_the_options_reach_the_container(cli: Any) -> None:

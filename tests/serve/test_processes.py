@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from serving import FAULTY, WEIGHTS, Load, ask, client, linear, pids
+
+from accel.cli.infer import command as infer_command
+from accel.cli.serve import command as serve_command
+from accel.serve.manifests import Deployment
+from accel.serve.options import ServeOptions
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
@@ -187,6 +193,75 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
         )  # fmt: skip
         assert ran.returncode == 2
         assert "choose another --grpc-port" in ran.stderr
+
+
+def cores_of(pid: int) -> set[frozenset[int]]:
+    """Those that the process's threads may run on."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            found.add(frozenset(os.sched_getaffinity(int(task.name))))
+    return found
+
+
+def test_each_process_has_its_cores(two: Any) -> None:
+    """Fails if a process, or a thread of its runtime, may run on the other one's cores, or a core is nobody's."""
+    own = sorted(os.sched_getaffinity(0))
+    half = len(own) // 2
+    wanted = [frozenset(own[:half] or own), frozenset(own[half:])]  # with one core the first isn't pinned
+    with client(two.grpc) as made:
+        ask(made)
+    assert [cores_of(pid) for pid in two.ready["processes"]] == [{cores} for cores in wanted]
+
+
+MALLOPT = """
+import ctypes, sys
+from accel.serve.options import ServeOptions
+from accel.serve.process import ServingProcess
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+
+class Mallinfo2(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+libc.mallinfo2.restype = Mallinfo2
+
+def mapped():
+    before = libc.mallinfo2().hblks
+    libc.malloc(31 << 20)
+    return libc.mallinfo2().hblks - before
+
+process = ServingProcess(ServeOptions(repository=sys.argv[1], grpc_port=0, http_port=None))
+before = mapped()
+process.start()
+print(before, mapped())
+process.stop()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
+def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
+    """Fails if a process that serves gets each large tensor from the system anew: 31 MiB are mapped before it starts
+    and come from the heap after."""
+    path = os.pathsep.join(filter(None, sys.path))
+    ran = subprocess.run(
+        [sys.executable, "-c", MALLOPT, str(repository)],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert ran.stdout.split() == ["1", "0"], ran.stdout + ran.stderr
+
+
+def test_default_ports() -> None:
+    """Fails if a client that knows Triton's ports doesn't find the server, or ``accel infer`` its own."""
+    serve_ports = {option.name: option.default for option in serve_command.params if option.name.endswith("_port")}
+    options = ServeOptions(repository="models")
+    manifest = Deployment(name="models", image="accel")
+    assert serve_ports == {"grpc_port": 8001, "http_port": 8000}
+    assert {(o.grpc_port, o.http_port) for o in (options, manifest)} == {(8001, 8000)}
+    [url] = [option.default for option in infer_command.params if option.name == "url"]
+    assert url == "127.0.0.1:8001"
 
 
 def test_check(repository: Path, cli: Any) -> None:

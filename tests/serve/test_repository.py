@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_builder as build
 import pytest
+import torch
 import tritonclient.grpc as triton
 from serving import FLOAT, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
@@ -241,22 +242,39 @@ def _scaled(tmp_path: Path, factor: float) -> bytes:
     return linear(tmp_path.parent / f"{tmp_path.name}-other", factor).read_bytes()
 
 
-def test_pickles_are_not_opened(tmp_path: Path, opened: Any) -> None:
-    """Fails if a file that may hold pickles is opened without --allow-pickle: this one would leave a mark."""
-    import pickle
+class Mark:
+    """Leaves a folder where it is unpickled."""
 
-    class Mark:
-        def __reduce__(self) -> Any:
-            return (os.mkdir, (str(tmp_path / "executed"),))
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-    for name in ("model.pt2", "model.pt"):
-        folder = tmp_path / "models" / name.replace(".", "_") / "1"
-        folder.mkdir(parents=True)
-        (folder / name).write_bytes(pickle.dumps(Mark()))
-    found = reasons(opened(tmp_path / "models"))
-    assert set(found) == {"model_pt", "model_pt2"}
-    assert all("--allow-pickle" in reason for reason in found.values())
-    assert not (tmp_path / "executed").exists()
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self._path),))
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+@pytest.mark.parametrize("manifest", [False, True])
+def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, manifest: bool) -> None:
+    """Fails if a file that may hold pickles is opened without --allow-pickle, be it under its own name or one that the
+    config gives it, with --insecure, or because a manifest that holds lies beside it: these would leave a mark."""
+    signature = build.open_onnx(linear(tmp_path / "other"), probe=False).signature
+    mark = tmp_path / "executed"
+    named = {"pt": "model.pt", "pt2": "model.pt2", "pth": "weights.pth", "pkl": "model.pkl", "onnx": "model.onnx"}
+    for model, name in named.items():
+        path = tmp_path / "models" / model / "1" / name
+        path.parent.mkdir(parents=True)
+        torch.save(Mark(mark), path)
+        (path.parents[1] / "config.pbtxt").write_text(f'default_model_filename: "{name}"')
+        if manifest:
+            kind = "onnx" if model == "onnx" else "torch"
+            Manifest(kind=kind, signature=signature, files={name: file_sha256(path)}).write(manifest_path(path))
+        torch.load(path, weights_only=False)  # what opening it would do
+        mark.rmdir()
+    loading = Loading(trust=Trust(insecure=insecure))
+    found = reasons(opened(tmp_path / "models", loading=loading))
+    assert set(found) == set(named)
+    assert all("--allow-pickle" in found[model] for model in ("pt", "pt2")), found
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../a", "", ".hidden", "a\0b", "a..b", "x" * 300, "a\nb"])

@@ -22,6 +22,8 @@ from onnx_builder import artifact, node
 from serving import FAULTY, FLOAT, INT64, WEIGHTS, ask, client, identity, linear, pids
 from tritonclient.utils import InferenceServerException
 
+from accel.bench.environment import environment
+
 SECONDS = float(os.environ.get("ACCEL_SOAK_SECONDS", "600"))
 
 
@@ -228,13 +230,31 @@ def held(served: Any) -> tuple[int, int, int]:
     return memory, files, threads
 
 
+def record(folder: Path, processes: int, seconds: float, requests: int, rows: list[tuple[str, int, int]]) -> None:
+    """``soak_PROCESSES.md``: what was held before and after, with the machine that it was on."""
+    found = environment(os.cpu_count() or 1)
+    lines = [
+        f"# A server under mixed load: {processes} process{'es' if processes > 1 else ''}",
+        "",
+        f"Made by `make soak` ({found['date'][:10]}, {found['cpu']}, {found['cores']} cores): {seconds:,.0f} seconds, "
+        f"{requests:,} requests, each counted by the server as by its client.",
+        "The most that all serving processes held in the second quarter of the time and in the last.",
+        "",
+        "| | second quarter | last quarter |",
+        "|---|---|---|",
+        *(f"| {what} | {before:,} | {after:,} |" for what, before, after in rows),
+        "",
+    ]
+    (folder / f"soak_{processes}.md").write_text("\n".join(lines), encoding="utf-8")
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
     """Fails if an answer is wrong or lost, a counter differs from what the clients counted, or memory, threads or open
     files grow: the last quarter of the time against the quarter after the first. Two processes get half the time.
-    ACCEL_SOAK_SECONDS shortens both."""
+    ACCEL_SOAK_SECONDS shortens both, ACCEL_SOAK_RESULTS names a folder for what was found."""
     seconds = SECONDS / processes
     words = ["--mode", "explicit", "--load-model", "*", "--processes", str(processes)]
     served = serve(str(repository(tmp_path / "models")), *words, path=FAULTY)
@@ -259,6 +279,7 @@ def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
         assert clients.counts["nothing", "refused"] > seconds
         assert not made.get_system_shared_memory_status().regions
     quarter = len(samples) // 4
+    growth = []
     for what, slack, before, after in zip(
         ("memory", "files", "threads"),
         (processes * 32 << 20, processes * 16, processes * 16),
@@ -267,6 +288,9 @@ def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
         strict=True,
     ):
         print(f"{what}: {before} -> {after}")
+        growth.append((f"{what} (bytes)" if what == "memory" else what, int(before), int(after)))
         assert after <= before + slack, (what, before, after)
     assert len(pids(served)) == processes  # none was started again
     assert served.end() == 0
+    if folder := os.environ.get("ACCEL_SOAK_RESULTS"):
+        record(Path(folder), processes, seconds, sum(clients.counts.values()), growth)

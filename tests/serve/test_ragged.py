@@ -1,0 +1,70 @@
+"""Requests of different sizes in one batch because the config declares an input ragged."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_builder as build
+import pytest
+from serving import FLOAT, Start, assert_refused, client, tensor
+
+RAGGED = """
+max_batch_size: 16
+input {{ name: "x" data_type: TYPE_FP32 dims: {dims} allow_ragged_batch: {ragged} }}
+dynamic_batching {{ max_queue_delay_microseconds: 300000 }}
+"""
+
+
+def squares(folder: Path, *dims: str) -> None:
+    """``y = x * x``, with these dims beside the batch."""
+    folder.mkdir(parents=True)
+    shape = ["batch", *dims]
+    node = build.node("Mul", "x x", "y")
+    build.artifact(folder / "model.onnx", [node], {"x": (FLOAT, shape)}, {"y": (FLOAT, shape)})
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_a_ragged_input(tmp_path: Path, start: Start, ragged: bool) -> None:
+    """Fails if requests of different lengths aren't run together where the config says that they may be, or are where
+    it doesn't (padding could change the answers of a model without a mask); or if one isn't cut back to its length."""
+    squares(tmp_path / "square" / "1", "length")
+    config = RAGGED.format(dims="[-1]", ragged=str(ragged).lower())
+    (tmp_path / "square" / "config.pbtxt").write_text(config)
+    process = start(tmp_path)
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((1 + n % 2, n)).astype(np.float32) for n in range(1, 11)]
+    answers: queue.Queue[Any] = queue.Queue()
+    with client(process.ports["grpc"]) as made:
+        assert made.get_model_config("square").config.input[0].allow_ragged_batch is ragged
+        made.start_stream(lambda result, error: answers.put((result, error)))
+        for number, x in enumerate(inputs):
+            made.async_stream_infer("square", [tensor("x", x, "FP32")], request_id=str(number))
+        for _ in inputs:
+            result, error = answers.get(timeout=60)
+            assert error is None
+            x = inputs[int(result.get_response().id)]
+            np.testing.assert_array_equal(result.as_numpy("y"), x * x)
+        made.stop_stream()
+        [counted] = made.get_inference_statistics("square").model_stats
+    assert counted.inference_count == sum(len(x) for x in inputs)
+    assert (counted.execution_count < len(inputs)) is ragged
+    lengths = process.server.repository.get("square").scheduling.lengths
+    assert (lengths.dim if lengths else None) == ("length" if ragged else None)
+
+
+def test_which_dim_is_ragged(tmp_path: Path, start: Start) -> None:
+    """Fails if one of two dynamic dims is chosen for the user, the refusal doesn't say what to write, or what it says
+    doesn't help."""
+    squares(tmp_path / "models" / "square" / "1", "height", "width")
+    config = tmp_path / "models" / "square" / "config.pbtxt"
+    config.write_text(RAGGED.format(dims="[-1, -1]", ragged="true"))
+    assert_refused(tmp_path / "models", "'square': say which dim is ragged with the parameter length_dim")
+    config.write_text(config.read_text() + 'parameters { key: "length_dim" value { string_value: "width" } }')
+    process = start(tmp_path / "models")
+    assert process.server.repository.get("square").scheduling.lengths.dim == "width"
+    x = np.full((1, 2, 3), 3, np.float32)
+    with client(process.ports["grpc"]) as made:
+        np.testing.assert_array_equal(made.infer("square", [tensor("x", x, "FP32")]).as_numpy("y"), x * x)

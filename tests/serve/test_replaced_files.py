@@ -1,0 +1,87 @@
+"""Models whose files are replaced while they serve, and whose weights several processes map."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_builder as build
+import pytest
+from serving import Start, client, linear, pids, tensor
+
+SIZE = 1024  # 4 MiB of weights: enough to be mapped
+
+
+def weighted(folder: Path, kind: str, scale: float) -> Path:
+    """``y = scale * x`` with a square matrix; the file that the matrix is in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = build.artifact(
+        folder / ("model.onnx" if kind == "onnx" else "source.onnx"),
+        [build.node("MatMul", "x w", "y")],
+        {"x": (onnx.TensorProto.FLOAT, ["batch", SIZE])},
+        {"y": (onnx.TensorProto.FLOAT, ["batch", SIZE])},
+        {"w": np.eye(SIZE, dtype=np.float32) * np.float32(scale)},
+    ).path
+    if kind == "onnx":
+        return made
+    if kind == "openvino":
+        ov = pytest.importorskip("openvino")
+        ov.save_model(ov.convert_model(str(made)), str(folder / "model.xml"), compress_to_fp16=False)
+        made.unlink()
+        return folder / "model.bin"
+    model = onnx.load(made)
+    made.unlink()
+    onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="weights.data", size_threshold=0)
+    return folder / "weights.data"
+
+
+def scale(made: Any) -> float:
+    """What each element of a whole answer was multiplied with."""
+    x = (2.0 ** (np.arange(SIZE) % 8)).astype(np.float32)[None]  # exact in bfloat16 as well
+    found = made.infer("wide", [tensor("x", x, "FP32")]).as_numpy("y") / x
+    np.testing.assert_allclose(found, found[0, 0], rtol=1e-5)
+    return round(float(found[0, 0]), 3)
+
+
+@pytest.mark.parametrize("kind", ["onnx", "external", "openvino"])
+def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) -> None:
+    """Fails if renaming another file of weights onto a model's changes an answer before the model is loaded again, or
+    loading it again doesn't notice a change of nothing but the weights."""
+    weights = weighted(tmp_path / "models" / "wide" / "1", kind, 1)
+    process = start(tmp_path / "models", mode="explicit", models=("*",))
+    with client(process.ports["grpc"]) as made:
+        for before, after in ((1, 2), (2, 3)):
+            assert scale(made) == before
+            new = weighted(tmp_path / f"new-{after}", kind, after)
+            assert new.stat().st_size >= 4 * SIZE * SIZE
+            new.replace(weights)
+            assert [scale(made) for _ in range(3)] == [before] * 3
+            made.load_model("wide")
+            assert scale(made) == after
+
+
+def mapped(pid: int, file: Path) -> tuple[int, int]:
+    """KiB of ``file`` in the process's memory: all, and its share of them."""
+    found = {"Rss": 0, "Pss": 0}
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(file))
+        elif inside and (key := line.partition(":")[0]) in found:
+            found[key] += int(line.split()[1])
+    return found["Rss"], found["Pss"]
+
+
+def test_processes_share_weights(tmp_path: Path, serve: Any) -> None:
+    """Fails if two processes that serve an OpenVINO model don't have the pages of its weights in common."""
+    weights = weighted(tmp_path / "models" / "wide" / "1", "openvino", 1)
+    linear(tmp_path / "models" / "linear" / "1")
+    served = serve(str(tmp_path / "models"), "--processes", "2")
+    served.wait_for("all processes serve")
+    for pid in pids(served):
+        resident, share = mapped(pid, weights)
+        assert resident >= 0.9 * 4 * SIZE * SIZE / 1024
+        assert share <= 0.6 * resident
