@@ -365,6 +365,8 @@ def peak_of(pid: int) -> Iterator[Callable[[], int]]:
 
 
 LIMIT = 2.5
+# NNCF makes copies of the weights to find their ranges, and what is fp8 is rounded in float32 (docs/optimize.md).
+HOLD_MORE = {"nncf": 4.2, "tensorrt fp8": 3.0}
 DISK_BYTES = 30 << 30
 
 
@@ -390,7 +392,7 @@ def parted(reference: Artifact, candidate: Artifact, folder: Path) -> Artifact:
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a stage can't take more than protobuf's 2 GB, or holds the weights more often than it has to: the peak
-    of a process that does nothing else, and its children, stays below 2.5 times the model."""
+    of a process that does nothing else, and its children, stays below 2.5 times the model, but for ``HOLD_MORE``."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4
@@ -428,4 +430,4 @@ def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "net.py").write_text(LINEAR)
     made = watched("onnx_from_torch", "exported", path=tmp_path / "net.py")
     assert sum(file.stat().st_size for file in made.files) > 2**31
-    assert max(peaks.values()) < LIMIT, peaks
+    assert {what: peak for what, peak in peaks.items() if peak >= HOLD_MORE.get(what, LIMIT)} == {}
