@@ -30,7 +30,8 @@ def measure_rows(
     measure: Callable[[str], dict[str, Any]],
     page: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Measure the rows asked for, or all that aren't in ``stem``.json yet, and write it and ``page`` after each.
+    """Measure the rows asked for, or all that aren't in ``stem``.json yet, and write it and ``page`` after each; where
+    all are there, ``page`` alone, from what is recorded.
 
     A row that fails is said and left out: the others are measured, and the next run tries it again.
     """
@@ -59,6 +60,7 @@ def measure_rows(
         (asked.results / f"{stem}.md").write_text(page(body), encoding="utf-8")
         print(f"{name}: {row['seconds']} s", flush=True)
     if body["rows"]:
+        (asked.results / f"{stem}.md").write_text(page(body), encoding="utf-8")
         print(page(body))
     if failed:
         parser.exit(1, f"failed: {', '.join(failed)}\n")

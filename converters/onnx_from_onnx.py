@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, beside
 from accel.child import run_in_child
-from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
+from accel.converters.onnx_write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
 from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, numpy_dtype
-from accel.sources.onnx_file import opset_of, read_proto
+from accel.sources.onnx_file import opset_of
+from accel.sources.onnx_weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
 from accel.stage import StageConfig
 
@@ -61,7 +62,7 @@ def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Arti
         )
     except ChildCrashed as error:
         raise NotBroughtOver(f"onnx can't bring {src.path} over ({error}); export it again from its source") from error
-    model = read_proto(out, weights=True)
+    model = read_detached(out)
     made = onnx_artifact(src, model, out, notes)
     known = merged_ranges(src.signature.dims, config.dims)
     ranges = {d: r for d, r in known.items() if d in made.signature.dims}
@@ -72,7 +73,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
     """What ``onnx_from_onnx`` does, in a child process: onnx's version converter and ONNX Runtime are native code."""
     import onnx
 
-    model = read_proto(path, weights=True)
+    model = read_detached(path)
     repaired: list[str] = []
     _lift_constants(model, repaired)
     _hide_initializers(model, repaired)
@@ -80,7 +81,9 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
     opset = config.opset or opset_of(model)
     before = _quantizers(model)
     if opset != opset_of(model):
+        apart = as_inputs(model)
         model = _converted(model, opset, path)
+        as_weights(model, apart)
     if _quantizers(model) != before:
         raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out --opset")
     least = int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
@@ -95,10 +98,14 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         repaired.append(f"it said IR {model.ir_version}, which is not needed and not read everywhere")
         model.ir_version = config.max_ir
     del model.graph.value_info[:]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
     ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
-    _observe_outputs(model, Signature(inputs, (), dims), signature.outputs, path, repaired)
-    write_onnx(model, out)
+    write_onnx(model, out)  # ONNX Runtime reads a file of any size, and a message of up to 2 GB
+    _observe_outputs(model, out, Signature(inputs, (), dims), signature.outputs, path, repaired)
+    with beside(out) as temporary:
+        temporary.write_bytes(model.SerializeToString())
     if fault := check_file(out):
         raise NotBroughtOver(f"{path} fails the checker at opset {opset}: {fault}; pass another --opset")
     return {"repaired": repaired}
@@ -196,7 +203,7 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
     import onnx
 
     found = (t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64)
-    return {t.name for t in found if onnx.numpy_helper.to_array(t).all()}
+    return {t.name for t in found if weight_array(t).all()}
 
 
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
@@ -242,19 +249,22 @@ def _quantizers(model: onnx.ModelProto) -> list[int]:
 
 
 def _observe_outputs(
-    model: onnx.ModelProto, signature: Signature, declared: Sequence[TensorSpec], path: Path, repaired: list[str]
+    model: onnx.ModelProto,
+    written: Path,
+    signature: Signature,
+    declared: Sequence[TensorSpec],
+    path: Path,
+    repaired: list[str],
 ) -> None:
-    """Write down the shapes of the outputs that come out at several sizes."""
+    """Write down the shapes of the outputs that come out of ``written`` at several sizes."""
     import onnx
     import onnxruntime
 
     names = [value.name for value in model.graph.output]
-    for value in model.graph.output:
-        value.type.tensor_type.ClearField("shape")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(str(written), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime doesn't take what became of {path}: {one_line(error)}") from error
     # At the ends of the ranges: many nets take multiples of some number only, and the ranges are what was promised.

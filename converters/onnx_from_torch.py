@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
+from accel.converters import onnx_write
 from accel.converters.onnx_names import rename_values
+from accel.converters.onnx_write import write_onnx
 from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
-from accel.sources.onnx_file import describe
+from accel.sources.onnx_file import describe, external_files, read_proto
+from accel.sources.onnx_weights import read_detached
 from accel.stage import StageConfig, check_contract
 from accel.stage_table import Stage, get_stage
 from accel.verify.gates import OutputGate, worst_result
@@ -54,7 +58,6 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; the ladder is made of {', '.join(_RUNGS)}")
         report(f"onnx_from_torch: {rung}")
-        out.unlink(missing_ok=True)
         try:
             with _quiet() as said:
                 _RUNGS[rung](src, config, out)
@@ -69,10 +72,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
             by_values |= "data-dependent" in str(error)
             refused[rung] = f"{type(error).__name__}: {_first_line(error)}"
         else:
-            notes = {"rung": rung, "refused": refused, **made.notes}
-            return Artifact(path=out, kind="onnx", signature=made.signature, properties=made.properties, notes=notes)
-        for left in out.parent.glob(f"{out.name}*"):
-            left.unlink()
+            return replace(made, notes={"rung": rung, "refused": refused, **made.notes})
+        _remove(out)
     spec = src.source.get("spec", src.path)
     if _packs(src):
         raise ExportFailed(
@@ -90,6 +91,15 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
     raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){_advice(src)}")
+
+
+def _remove(out: Path) -> None:
+    """The file of a rung that was refused, and that of its weights."""
+    names: tuple[str, ...] = ()
+    with contextlib.suppress(AccelError):  # there is none, or only half of it
+        names = external_files(read_proto(out))
+    for left in (out, *map(out.with_name, names)):
+        left.unlink(missing_ok=True)
 
 
 def _advice(src: Artifact) -> str:
@@ -176,7 +186,9 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int)
     except Exception as error:
         raise ExportFailed(f"its file fails the checker: {one_line(error)}") from error
     stage: Stage = get_stage("onnx_from_torch")
-    made = check_contract(stage, src, config, Artifact(path=out, kind="onnx", signature=src.signature))
+    companions = external_files(read_proto(out))
+    plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
+    made = check_contract(stage, src, config, plain)
     limit = LIMITS[src.properties.get("precision", "fp32")]
     results = OutputGate(limit=limit, seeds=seeds).check(src, made)
     worst = worst_result(results)
@@ -186,13 +198,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int)
             f"its outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} (limit {limit:g}) "
             f"{failed[0].note}".rstrip()
         )
-    return Artifact(
-        path=out,
-        kind="onnx",
-        signature=made.signature,
-        properties=made.properties,
-        notes={"worst_rel_l2": worst.value if worst else None},
-    )
+    return replace(made, notes={"worst_rel_l2": worst.value if worst else None})
 
 
 def _branches(said: Sequence[warnings.WarningMessage]) -> str:
@@ -271,9 +277,10 @@ def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
     )
     outputs = _output_names(src)
+    module = _named(src)
     with torch.no_grad():
         program = torch.onnx.export(
-            _named(src),
+            module,
             _example(src),
             dynamo=True,
             opset_version=config.opset,
@@ -287,8 +294,20 @@ def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         )
     if program is None:
         raise ExportFailed("it gave no program")
-    program.save(str(out), external_data=False)
-    _finish_graph(src, out, outputs)
+    tensors = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
+    large = sum(tensor.nbytes for tensor in tensors) > onnx_write.SINGLE_FILE_BYTES
+    with _apart(out) as exported:
+        program.save(str(exported), external_data=large)
+        del program
+        _finish_graph(src, exported, out, outputs)
+
+
+@contextlib.contextmanager
+def _apart(out: Path) -> Iterator[Path]:
+    """Where an exporter writes: in a folder of its own, as it leaves the weights of a large model beside it, in files
+    with names of its own choice."""
+    with tempfile.TemporaryDirectory(prefix="export-", dir=out.parent) as folder:
+        yield Path(folder, "exported.onnx")
 
 
 def _own_operators() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -300,16 +319,14 @@ def _own_operators() -> dict[Callable[..., Any], Callable[..., Any]]:
     return translation_table()
 
 
-def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
-    """Give the file the names and dims of the contract, where the exporter has its own.
+def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
+    """Write ``exported`` to ``out`` with the names and dims of the contract, where the exporter has its own.
 
     Outputs are exported under names that no value inside can have (a model's ``embedding`` may well be the name of an
     operator's result) and renamed here; input dims lose the exporter's symbols; an output dim that never changed in
     PyTorch is written down as fixed. The gate then runs the file at every shape.
     """
-    import onnx
-
-    model = onnx.load(str(out))
+    model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # see _with_packed_outputs
     if any(node.domain == "accel" for node in model.graph.node):
         from accel.kernels.onnx_export import add_functions
@@ -333,7 +350,7 @@ def _finish_graph(src: Artifact, out: Path, outputs: Sequence[str]) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in symbols:
                 dim.dim_param = symbols[dim.dim_param]
-    onnx.save(model, str(out))
+    write_onnx(model, out)
 
 
 def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
@@ -353,17 +370,18 @@ def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         else:
             module = stack.enter_context(_with_packed_outputs(module, example))
         stack.enter_context(_native_stderr_aside())
+        exported = stack.enter_context(_apart(out))
         torch.onnx.export(
             module,
             example,
-            str(out),
+            str(exported),
             dynamo=False,
             opset_version=config.opset,
             input_names=inputs,
             output_names=outputs,
             dynamic_axes={name: axes for name, axes in dynamic.items() if axes},
         )
-    _finish_graph(src, out, outputs)
+        _finish_graph(src, exported, out, outputs)
 
 
 @contextlib.contextmanager

@@ -64,15 +64,18 @@ def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
             node.metadata_props.add(key=NAME_SCOPES, value=found[0])
 
 
-def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BYTES) -> tuple[str, ...]:
+def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -> tuple[str, ...]:
     """Write ``model``; names of the files beside ``out`` that hold its weights. ``model`` is spent afterwards.
 
-    Over ``limit`` bytes, or where more are detached than had better be copied, the weights go into one file named by
-    its content, so that two models of one name never mix their weights.
+    Over ``limit`` bytes (``SINGLE_FILE_BYTES``), or where more are detached than had better be copied, the weights go
+    into one file named by its content, so that two models of one name never mix their weights.
     """
     import onnx
 
-    if weight_bytes(model) <= limit and detached_bytes(model) <= _ATTACHED_BYTES:
+    if (
+        weight_bytes(model) <= (SINGLE_FILE_BYTES if limit is None else limit)
+        and detached_bytes(model) <= _ATTACHED_BYTES
+    ):
         for tensor in filter(is_detached, model.graph.initializer):
             attach(tensor)
         with beside(out) as temporary:
@@ -91,6 +94,34 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int = SINGLE_FILE_BY
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
     return (name,)
+
+
+def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Make inputs of the detached weights, for a library that takes the model as one message; what they were."""
+    from onnx import helper
+
+    apart = [tensor for tensor in model.graph.initializer if is_detached(tensor)]
+    kept = [tensor for tensor in model.graph.initializer if not is_detached(tensor)]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    known = {value.name for value in model.graph.input}
+    for tensor in apart:
+        if tensor.name not in known:
+            model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return apart
+
+
+def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
+    """The reverse, of those that are still used."""
+    from accel.converters.cast_source import captured
+
+    used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
+    used |= {value.name for value in model.graph.output}
+    names = {tensor.name for tensor in apart}
+    inputs = [value for value in model.graph.input if value.name not in names]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    model.graph.initializer.extend(tensor for tensor in apart if tensor.name in used)
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:

@@ -12,14 +12,16 @@ import nncf
 import numpy as np
 import onnx
 
+from accel.converters.onnx_write import write_onnx
 from accel.converters.quantize import Task, calibration_batches, calibration_feeds
+from accel.sources.onnx_file import external_files, read_proto
 
 
 def run_nncf(task: Task) -> dict[str, Any]:
     """QDQ where NNCF's rules for OpenVINO put it: uint8 or int8 activations, int8 weights per channel."""
     nncf.set_log_level(logging.ERROR)
     config = task.config
-    model = onnx.load(str(task.path))
+    model = read_proto(task.path)
     feeds = _Feeds(task)
     ignored = [re.escape(name) for name in task.excluded]
     if config.ops:
@@ -32,11 +34,18 @@ def run_nncf(task: Task) -> dict[str, Any]:
             subset_size=calibration_batches(task, 1),
             model_type=nncf.ModelType.TRANSFORMER if task.transformer else None,
             ignored_scope=nncf.IgnoredScope(patterns=ignored, validate=False) if ignored else None,
-            advanced_parameters=_advanced(task),
+            advanced_parameters=_advanced(task, weights_folder(task, model)),
         )
     changed = unsigned_where_pooled(made)
-    onnx.save(made, str(task.out))
+    write_onnx(made, task.out)
     return {"made_unsigned": changed} if changed else {}
+
+
+def weights_folder(task: Task, model: onnx.ModelProto) -> dict[str, Any]:
+    """NNCF's parameter for the weights of a model that is too large for one message: it reads them one by one."""
+    from nncf.onnx.quantization.backend_parameters import BackendParameters
+
+    return {BackendParameters.EXTERNAL_DATA_DIR: str(task.path.parent)} if external_files(model) else {}
 
 
 _POOLS = ("MaxPool", "AveragePool")
@@ -89,8 +98,8 @@ class _Feeds:
         return calibration_feeds(self._task, 1)
 
 
-def _advanced(task: Task) -> Any:
-    """The choice of range estimator and of per-channel weights, in NNCF's words."""
+def _advanced(task: Task, backend: dict[str, Any]) -> Any:
+    """The choice of range estimator and of per-channel weights, in NNCF's words. ``backend``: where the weights are."""
     from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, QuantizationParameters
     from nncf.quantization.range_estimator import (
         AggregatorType,
@@ -101,7 +110,8 @@ def _advanced(task: Task) -> Any:
 
     config = task.config
     parameters = AdvancedQuantizationParameters(
-        weights_quantization_params=QuantizationParameters(per_channel=config.per_channel)
+        weights_quantization_params=QuantizationParameters(per_channel=config.per_channel),
+        backend_params=backend,
     )
     if config.calibration == "percentile":
         outside = 1 - config.percentile / 100

@@ -17,6 +17,7 @@ from onnx import TensorProto
 
 from accel.converters.onnx_write import write_onnx
 from accel.converters.quantize import Task
+from accel.sources.onnx_file import read_proto
 
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 
@@ -54,8 +55,10 @@ def run_compressed(task: Task) -> dict[str, Any]:
     """NNCF's compress_weights, as OpenVINO runs it: 8 bits with a scale a channel, or 4 with one a block."""
     import nncf
 
+    from accel.converters.quantize_nncf import weights_folder
+
     nncf.set_log_level(logging.ERROR)
-    model = onnx.load(str(task.path))
+    model = read_proto(task.path)
     wanted = set(_large_products(model, task))
     four = task.config.mode == "int4-weights"
     others = [node.name for node in model.graph.node if node.name not in wanted]
@@ -65,6 +68,7 @@ def run_compressed(task: Task) -> dict[str, Any]:
         group_size=task.config.block_size if four else -1,
         all_layers=True if four else None,
         ignored_scope=nncf.IgnoredScope(names=others, validate=False),
+        advanced_parameters=nncf.AdvancedCompressionParameters(backend_params=weights_folder(task, model)),
     )
     write_onnx(made, task.out)
     return {"block_size": task.config.block_size} if four else {}

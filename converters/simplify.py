@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.child import run_in_child
-from accel.converters.cast_source import captured
-from accel.converters.onnx_write import SINGLE_FILE_BYTES, check_file, onnx_artifact, weight_bytes, write_onnx
+from accel.converters import onnx_write
+from accel.converters.onnx_write import as_inputs, as_weights, check_file, onnx_artifact, weight_bytes, write_onnx
 from accel.errors import AccelError, StageFailed, one_line
 from accel.progress import report
 from accel.sources.onnx_file import describe_model, read_proto
-from accel.sources.onnx_weights import detached_bytes, is_detached, read_detached
+from accel.sources.onnx_weights import detached_bytes, read_detached
 from accel.stage import StageConfig
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
     Raises ``SimplifyFailed`` where the model itself doesn't pass the checker.
     """
     before = read_detached(src.path)
-    light = detached_bytes(before) > SINGLE_FILE_BYTES
+    light = detached_bytes(before) > onnx_write.SINGLE_FILE_BYTES
     notes: dict[str, Any] = {"nodes_before": len(before.graph.node)}
     report("onnxsim")
     with tempfile.TemporaryDirectory(prefix="simplify-", dir=out.parent) as folder:
@@ -81,7 +81,7 @@ def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> 
     import onnxsim
 
     before = read_detached(path) if light else read_proto(path, weights=True)
-    apart = _as_inputs(before) if light else []
+    apart = as_inputs(before) if light else []
     after, _ = onnxsim.simplify(before, skipped_optimizers=skip, certify=False)
     own = [prop for prop in after.metadata_props if not prop.key.startswith("onnxsim.")]
     del after.metadata_props[:]
@@ -90,36 +90,10 @@ def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> 
     after.ir_version = before.ir_version
     after.producer_name, after.producer_version = before.producer_name, before.producer_version
     if light:
-        _as_weights(after, apart)
+        as_weights(after, apart)
         out.write_bytes(after.SerializeToString())
     else:
         write_onnx(after, out)
-
-
-def _as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Make inputs of the detached weights; what they were."""
-    from onnx import helper
-
-    apart = [tensor for tensor in model.graph.initializer if is_detached(tensor)]
-    kept = [tensor for tensor in model.graph.initializer if not is_detached(tensor)]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)
-    known = {value.name for value in model.graph.input}
-    for tensor in apart:
-        if tensor.name not in known:
-            model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    return apart
-
-
-def _as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
-    """The reverse, of those that are still used."""
-    used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
-    used |= {value.name for value in model.graph.output}
-    names = {tensor.name for tensor in apart}
-    inputs = [value for value in model.graph.input if value.name not in names]
-    del model.graph.input[:]
-    model.graph.input.extend(inputs)
-    model.graph.initializer.extend(tensor for tensor in apart if tensor.name in used)
 
 
 def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:

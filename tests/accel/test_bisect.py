@@ -21,6 +21,7 @@ from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.converters.quantize import QuantizeConfig
 from accel.converters.simplify import SimplifyConfig
 from accel.errors import UnsupportedHere, UsageError
+from accel.runtimes.onnx_rounded import RoundedModel
 from accel.stage import run_stage
 from accel.verify.bisect import most_runs
 
@@ -142,6 +143,27 @@ def test_a_planted_fault_is_found_by_name(
     assert found.divergence.numbers.rel_l2 > found.limit
     assert found.runs <= most_runs(found.tensors)
     assert found.by_structure == (found.tensors - 1 if renamed else 0)
+
+
+def test_only_what_crosses_a_cut_is_held(
+    encoder: Artifact, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a run gives more than the tensors across one cut of the graph: at most what a layer was given, its
+    query, key and value, and the mask; there are 52 in all."""
+    held: list[int] = []
+    plain = RoundedModel.run
+
+    def run(self: RoundedModel, *words: Any) -> dict[str, np.ndarray]:
+        found = plain(self, *words)
+        held.append(len(found))
+        return found
+
+    monkeypatch.setattr(RoundedModel, "run", run)
+    candidate = edited(encoder, tmp_path / "bad.onnx", flip("v1.w", 29))
+    found = bisect(encoder.path, candidate, data=samples)
+    assert found.divergence is not None
+    assert found.tensors == 12 * LAYERS + 4
+    assert max(held) <= 5
 
 
 def test_one_lowest_bit(encoder: Artifact, samples: Path, tmp_path: Path) -> None:

@@ -15,19 +15,23 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from accel.api.bisect import bisect
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import Child, run_in_child
-from accel.converters import quantize_ort
+from accel.converters import onnx_from_onnx, onnx_write, quantize_ort
 from accel.converters.cast import CastConfig, cast
+from accel.converters.fit_tensorrt import FitTensorRtConfig
+from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
+from accel.converters.onnx_from_torch import OnnxFromTorchConfig
 from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.converters.quantize import QuantizeConfig, Task, make_task, quantize, run_task
 from accel.converters.quantize_smooth import smooth
 from accel.converters.simplify import SimplifyConfig, run_onnxsim
 from accel.runtimes import onnx_rounded
 from accel.runtimes.onnx_rounded import RoundedModel
-from accel.sources import onnx_weights
-from accel.sources.onnx_file import open_onnx, read_proto
+from accel.sources import onnx_weights, open_source
+from accel.sources.onnx_file import external_files, open_onnx, read_proto
 from accel.sources.onnx_weights import detached_bytes, read_detached, weight_array
 from accel.stage import run_stage
 from accel.verify import gates
@@ -180,6 +184,137 @@ def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
     assert usual == large
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is too large for one file, and every weight for memory."""
+    monkeypatch.setattr(onnx_write, "SINGLE_FILE_BYTES", 0)
+    monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 0)
+
+
+LINEAR = """
+import torch
+
+def make(width=256, layers=3):
+    torch.manual_seed(0)
+    parts = [part for _ in range(layers) for part in (torch.nn.Linear(width, width, bias=False), torch.nn.ReLU())]
+    return torch.nn.Sequential(*parts)
+
+def large():
+    return make(8192, 8)
+"""
+
+
+@pytest.mark.parametrize("rung", ["dynamo", "legacy"])
+@pytest.mark.usefixtures("apart")
+def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path) -> None:
+    """Fails if PyTorch's exporter is asked for one file of any size, if its own files of weights are left beside the
+    model, or if those that the model needs are not part of it."""
+    (tmp_path / "net.py").write_text(LINEAR)
+    src = open_source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"])
+    cache = StageCache(tmp_path / "cache")
+    made = run_stage("onnx_from_torch", src, OnnxFromTorchConfig(ladder=(rung,)), cache=cache)
+    assert len(made.companions) == 1
+    assert made.path.stat().st_size < 20_000 < made.path.with_name(made.companions[0]).stat().st_size
+    beside = {path.name for path in made.path.parent.iterdir()}
+    assert beside == {"main", "model.onnx", "model.onnx.manifest.json", *made.companions}
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the weights of a rung that wasn't right stay beside the model of the next one."""
+    from accel.converters import onnx_from_torch as stage
+
+    right = stage._RUNGS["dynamo"]
+
+    def wrong(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
+        right(src, config, out)
+        model = read_proto(out)
+        (name,) = external_files(model)
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                entry.value = "wrong.weights" if entry.key == "location" else entry.value
+        out.write_bytes(model.SerializeToString())
+        weights = out.with_name(name).rename(out.with_name("wrong.weights"))
+        weights.write_bytes(bytes(weights.stat().st_size))
+
+    monkeypatch.setitem(stage._RUNGS, "dynamo", wrong)
+    (tmp_path / "net.py").write_text(LINEAR)
+    src = open_source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"])
+    made = run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), cache=StageCache(tmp_path / "cache"))
+    assert "its outputs are off" in made.history[-1]["notes"]["refused"]["dynamo"]
+    assert {path.name for path in made.path.parent.glob("*.weights")} == set(made.companions)
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if onnx's converter or ONNX Runtime are handed the weights in one message, or if one of them is lost."""
+    from onnx import version_converter
+
+    plain, given = version_converter.convert_version, []
+
+    def convert(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+        given.append(model.ByteSize())
+        return plain(model, opset)
+
+    monkeypatch.setattr(version_converter, "convert_version", convert)
+    # In this process, where the limits are small.
+    monkeypatch.setattr(onnx_from_onnx, "run_in_child", lambda _, **words: onnx_from_onnx.run_conversion(**words))
+    src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
+    made = made_by("onnx_from_onnx", src, OnnxFromOnnxConfig(opset=19), tmp_path / "cache")
+    assert made.properties["opset"] == 19
+    assert len(made.companions) == 1
+    assert given
+    assert max(given) < 20_000
+    assert made.path.stat().st_size < 20_000
+    before, after = weights_of(src.path), weights_of(made.path)
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
+def nncf_of_a_large_one(task: Task) -> Any:
+    """``run_nncf`` or ``run_compressed``, in a child process; how many bytes NNCF was handed at most."""
+    import nncf
+
+    from accel.converters import quantize_nncf, quantize_weights
+
+    onnx_write.SINGLE_FILE_BYTES = onnx_weights.DETACHED_BYTES = 0
+    given: list[int] = []
+
+    def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: onnx.ModelProto, *rest: Any, **words: Any) -> Any:
+            given.append(model.ByteSize())
+            return plain(model, *rest, **words)
+
+        return call
+
+    nncf.quantize, nncf.compress_weights = watched(nncf.quantize), watched(nncf.compress_weights)
+    run = quantize_nncf.run_nncf if task.config.mode == "static" else quantize_weights.run_compressed
+    run(task)
+    return max(given)
+
+
+@pytest.mark.parametrize("mode", ["static", "int8-weights"])
+def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if NNCF is handed all weights in one message, or if what it makes of them is something else then."""
+    src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
+    config = QuantizeConfig(form="openvino", mode=mode, smallest=1)
+    whole = quantize(src, config, tmp_path / "whole.onnx")
+    folder = tmp_path / "large"
+    folder.mkdir()
+    monkeypatch.setattr(onnx_write, "SINGLE_FILE_BYTES", 0)
+    model = read_detached(src.path)
+    task = make_task(src, config, model, folder)
+    assert run_task("test_large_models:nncf_of_a_large_one", task, model) < 20_000
+    assert external_files(read_proto(task.path))
+    assert external_files(read_proto(task.out))
+    first, second = read_proto(whole.path).graph, read_proto(task.out).graph
+    assert [node.op_type for node in first.node] == [node.op_type for node in second.node]
+    wanted, found = weights_of(whole.path), weights_of(task.out)
+    assert wanted.keys() == found.keys()
+    assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
 def taken_by_a_session(path: Path) -> float:
     """How much memory a session of ``path`` takes that can't be read again from a file, in sizes of its weights."""
     onnx_weights.DETACHED_BYTES, onnx_rounded._LARGE_BYTES = 0, 0
@@ -230,24 +365,36 @@ def peak_of(pid: int) -> Iterator[Callable[[], int]]:
 
 
 LIMIT = 2.5
-DISK_BYTES = 20 << 30
+# NNCF makes copies of the weights to find their ranges, and what is fp8 is rounded in float32 (docs/optimize.md).
+HOLD_MORE = {"nncf": 4.2, "tensorrt fp8": 3.0}
+DISK_BYTES = 30 << 30
 
 
 def opened(path: Path, folder: Path) -> Artifact:
     return open_onnx(path, cache=StageCache(folder))
 
 
-def made(name: str, src: Artifact, config: Any, folder: Path) -> Artifact:
+def made_by(name: str, src: Artifact, config: Any, folder: Path) -> Artifact:
     return run_stage(name, src, config, gates=[OutputGate(limit=0.5, seeds=1)], cache=StageCache(folder))
+
+
+def exported(path: Path, folder: Path) -> Artifact:
+    src = open_source(f"{path}:large", inputs=["x:float32[batch,8192]"])
+    return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), cache=StageCache(folder))
+
+
+def parted(reference: Artifact, candidate: Artifact, folder: Path) -> Artifact:
+    assert bisect(reference, candidate, samples=1).divergence is None
+    return candidate
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a stage can't take more than protobuf's 2 GB, or holds the weights more often than it has to: the peak
-    of a process that does nothing else, and its children, stays below 2.5 times the model."""
+    of a process that does nothing else, and its children, stays below 2.5 times the model, but for ``HOLD_MORE``."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
-        pytest.skip("less than 20 GB are free for the models")
+        pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4
     cache = tmp_path / "cache"
     peaks: dict[str, float] = {}
@@ -260,7 +407,7 @@ def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.M
         return found
 
     def stage(what: str, name: str, src: Artifact, config: object) -> Artifact:
-        return watched(what, "made", name=name, src=src, config=config)
+        return watched(what, "made_by", name=name, src=src, config=config)
 
     path = chain(tmp_path / "m", 8192, 8)
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache))
@@ -268,9 +415,19 @@ def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.M
     assert sum(file.stat().st_size for file in src.files) > 2**31
     simple = stage("simplify", "simplify", src, SimplifyConfig())
     assert "kept" not in simple.notes
-    stage("cast", "cast", simple, CastConfig())
+    low = stage("cast", "cast", simple, CastConfig())
+    watched("bisect", "parted", reference=simple, candidate=low)
     stage("dynamic", "quantize", simple, QuantizeConfig(mode="dynamic"))
     stage("static", "quantize", simple, QuantizeConfig(mode="static"))
     stage("int4", "quantize", simple, QuantizeConfig(mode="int4-weights"))
     stage("openvino", "openvino_from_onnx", simple, OpenVinoFromOnnxConfig())
-    assert max(peaks.values()) < LIMIT, peaks
+    stage("nncf", "quantize", simple, QuantizeConfig(form="openvino"))
+    stage("nncf int8-weights", "quantize", simple, QuantizeConfig(form="openvino", mode="int8-weights"))
+    stage("tensorrt static", "quantize", simple, QuantizeConfig(form="tensorrt"))
+    fp8 = stage("tensorrt fp8", "quantize", simple, QuantizeConfig(form="tensorrt", mode="fp8"))
+    stage("another opset", "onnx_from_onnx", simple, OnnxFromOnnxConfig(opset=21))
+    stage("fit_tensorrt", "fit_tensorrt", fp8, FitTensorRtConfig())
+    (tmp_path / "net.py").write_text(LINEAR)
+    made = watched("onnx_from_torch", "exported", path=tmp_path / "net.py")
+    assert sum(file.stat().st_size for file in made.files) > 2**31
+    assert {what: peak for what, peak in peaks.items() if peak >= HOLD_MORE.get(what, LIMIT)} == {}

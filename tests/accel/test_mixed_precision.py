@@ -133,6 +133,19 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
     assert "2 of 6 layers stay fp32, confirmed" in page
 
 
+def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tmp_path: Path) -> None:
+    """Fails if the search can't be done in OpenVINO's form, or if what OpenVINO then runs has other layers in int8."""
+    result = optimize(
+        src, out=tmp_path / "out", target="openvino", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
+    )
+    row = mixed_row(result)
+    assert row.trajectory is not None
+    assert set(row.trajectory.kept) == PLANTED
+    assert row.trajectory.confirmed
+    assert row.artifact.kind == "openvino"
+    assert row.judgement.drop <= 0.005
+
+
 def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path, cli: Any) -> None:
     """Fails if the command doesn't know the word, or the shipped file doesn't say how its layers were chosen and what
     the others compute in."""

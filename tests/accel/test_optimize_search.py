@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.api.optimize import optimize
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.optimizer import search as module
@@ -240,3 +243,18 @@ def test_faster_than_needs_the_same_rounds() -> None:
     other.measured = {"round_medians_ms": [2.0] * 9}
     assert faster_than(one, other, 0.02)
     assert not faster_than(other, one, 0.02)
+
+
+BUDGET, MARGIN = 10.0, 8.0  # docs/optimize.md says what may come after the budget
+
+
+def test_a_real_search_ends_with_its_budget(
+    digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
+) -> None:
+    """Fails if making, loading and timing real candidates, which takes a minute here without an end, isn't over soon
+    after the budget, or if nobody is told what wasn't tried."""
+    begun = time.monotonic()
+    result = optimize(digits, out=tmp_path / "out", data=digits_data[0], budget_seconds=BUDGET)
+    assert time.monotonic() - begun <= BUDGET + MARGIN
+    assert result.artifact.path.is_file()
+    assert any(f"of the budget of {BUDGET:g} s were spent" in row.reason for row in result.candidates)

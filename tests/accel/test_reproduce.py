@@ -16,6 +16,7 @@ from accel.api.reproduce import reproduce
 from accel.artifact import Artifact
 from accel.converters.cast import CastConfig
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.converters.quantize import QuantizeConfig
 from accel.errors import ChainBroken, UsageError
 from accel.stage import run_stage
@@ -46,6 +47,19 @@ def test_a_chain_of_five_stages_gives_the_same(
     assert body["stages"][4]["status"] in ("identical", "equivalent"), body["stages"]
     assert (tmp_path / "again.engine").stat().st_size > 0
     assert "cached" not in ran.stderr
+
+
+def test_a_chain_through_nncf_and_openvino_gives_the_same(
+    digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Fails if what the CPU's form is mostly made by, NNCF and OpenVINO, can't be made again from its manifest, or if
+    the bytes are others."""
+    quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
+    made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
+    found = reproduce(made, data=(digits_data[0],))
+    assert {row.stage: row.status for row in found.stages} == dict.fromkeys(
+        ("onnx_from_torch", "simplify", "quantize", "openvino_from_onnx"), "identical"
+    )
 
 
 def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tuple[Path, Path]) -> None:

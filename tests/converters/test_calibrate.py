@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,16 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization.calibrate import HistogramCollector
 
 from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.converters import calibrate, quantize_ort
 from accel.converters.calibrate import Histograms, collect
 from accel.converters.histogram import BINS, Histogram, value_range
-from accel.converters.quantize import QuantizeConfig, quantize
+from accel.converters.quantize import FORMS, QuantizeConfig, QuantizeFailed, Task, quantize
 from accel.errors import BadData
+from accel.progress import watched_by
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.onnx_file import open_onnx
+from accel.stage import run_stage
 from accel.verify.data import Dataset
 from accel.verify.gates import OutputGate
 from accel.verify.stream import SampleStream
@@ -290,6 +297,42 @@ def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
     with np.load(tmp_path / "b.npz") as resumed, np.load(tmp_path / "c.npz") as whole:
         for name in whole.files:
             assert np.array_equal(resumed[name], whole[name], equal_nan=name == "rows"), name
+
+
+def killed_in_the_fifth_batch(task: Task) -> Any:
+    """``run_static`` in its child process, killed the first time it comes to its fifth batch."""
+    calibrate._SAVE_SECONDS = 0.0
+    plain = quantize_ort.calibration_feeds
+
+    def feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
+        for number, batch in enumerate(plain(task, size, skip), skip):
+            if number == 4 and skip == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    quantize_ort.calibration_feeds = feeds
+    return quantize_ort.run_static(task)
+
+
+def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the stage doesn't hand calibration the folder in which it keeps what it has seen, if that is gone when
+    the stage is run again, or if the ranges differ from those of a run that nobody killed."""
+    src = conv_net(tmp_path / "m.onnx", 16)
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(6).standard_normal((32, 3, 16, 16)).astype(np.float32))
+    config = QuantizeConfig(data=tmp_path / "d.npz")
+    whole = run_stage("quantize", src, config, cache=StageCache(tmp_path / "other"))
+    form = replace(FORMS["ort-cpu"], runs={"static": "test_calibrate:killed_in_the_fifth_batch"})
+    monkeypatch.setitem(FORMS, "ort-cpu", form)
+    cache = StageCache(tmp_path / "cache")
+    with pytest.raises(QuantizeFailed, match="SIGKILL"):
+        run_stage("quantize", src, config, cache=cache)
+    said: list[str] = []
+    with watched_by(lambda message, _: said.append(message)):
+        made = run_stage("quantize", src, config, cache=cache)
+    batches = [message for message in said if message.startswith("calibrating, batch")]
+    assert batches == [f"calibrating, batch {number} of 8" for number in (5, 6, 7, 8)]
+    assert made.path.read_bytes() == whole.path.read_bytes()
+    assert not list((cache.root / "unfinished").glob("*"))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "of another model"])

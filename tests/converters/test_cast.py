@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +15,15 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_builder import FLOAT, HALF, INT64, artifact, kept, node, proto, run, save_data, square_root_of_square
 
 from accel.artifact import Artifact
+from accel.converters import cast_search
 from accel.converters.cast import CastConfig, CastFailed, cast
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 from accel.errors import UnknownName, UnsupportedHere
+from accel.optimizer.judge import Judge
+from accel.runtimes.onnx_rounded import RoundedModel
 from accel.signature import DimRange
 from accel.sources.onnx_file import open_onnx
+from accel.verify.gates import OutputGate
 
 # What stays float32
 
@@ -423,3 +428,47 @@ def test_real_model_in_both_formats(minilm: Artifact, minilm_data: Path, tmp_pat
         config = EngineFromOnnxConfig(compute_capabilities=("8.6",))
         engine = engine_from_onnx(made, config, tmp_path / f"{precision}.engine")
         assert engine.path.stat().st_size < 0.7 * minilm.path.stat().st_size
+
+
+def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if every tensor of the model is in memory at once while it is looked for what overflows."""
+    count, width = 24, 1 << 12
+    nodes = [node("Sqrt" if i % 2 else "Abs", f"t{i}", f"t{i + 1}") for i in range(count)]
+    src = artifact(
+        tmp_path / "m.onnx",
+        nodes,
+        {"t0": (FLOAT, ["batch", width])},
+        {f"t{count}": (FLOAT, ["batch", width])},
+        dims={"batch": DimRange(2, 2, 2)},
+    )
+    one = 2 * width * 4
+    given: list[int] = []
+    plain = RoundedModel.run
+
+    def run(self: RoundedModel, *words: Any) -> dict[str, np.ndarray]:
+        found = plain(self, *words)
+        given.append(sum(value.nbytes for value in found.values()))
+        return found
+
+    monkeypatch.setattr(RoundedModel, "run", run)
+    monkeypatch.setattr(cast_search, "_CHUNK_BYTES", 3 * one)
+    cast(src, CastConfig(), tmp_path / "c.onnx")
+    assert max(given) == 3 * one
+    assert sum(given) >= 2 * count * one  # all of them were looked at, on both sides
+
+
+@pytest.mark.parametrize("place", [12, 60])
+def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
+    """Fails if a cast that overflows on a sample that its search didn't read passes the gate (which reads 16) and the
+    judge (which reads 128)."""
+    src = square_root_of_square(tmp_path / "m.onnx")
+    x = np.ones(64, np.float32)
+    x[place] = 300
+    data = save_data(tmp_path / "d.npz", x=x)
+    made = cast(src, CastConfig(data=data), tmp_path / "c.onnx")
+    assert kept(made) == set()
+    stopped = not all(result.passed for result in OutputGate(limit=2e-2, data=data).check(src, made))
+    assert stopped == (place < 16)
+    judgement = Judge(src, data, None).judge(made, {})
+    assert judgement.drop == np.inf
+    assert judgement.problem

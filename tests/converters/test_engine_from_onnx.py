@@ -8,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_models import opened, save, two_inputs, value
@@ -88,6 +90,56 @@ def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> N
     made = engine_from_onnx(source, config, tmp_path / "m.engine")
     assert made.signature.dims == {"batch": DimRange(1, 2, 8), "sequence": DimRange(2, 4, 32)}
     assert [profile["ids"][2] for profile in made.properties["profiles"]] == [[3, 8], [8, 32]]
+
+
+def build_and_look(**words: Any) -> dict[str, Any]:
+    """The build, in its child process, and ``seen``: what TensorRT itself says of its config when that begins."""
+    from accel.converters import tensorrt_build
+
+    seen: dict[str, Any] = {"profiles": []}
+    add, watch = tensorrt_build._add_profile, tensorrt_build._watch
+
+    class Builder:
+        def __init__(self, builder: Any) -> None:
+            self._builder = builder
+
+        def create_optimization_profile(self) -> Any:
+            self.made = self._builder.create_optimization_profile()
+            return self.made
+
+    def added(builder: Any, config: Any, network: Any, shapes: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        stand_in = Builder(builder)
+        add(stand_in, config, network, shapes)
+        seen["profiles"].append({name: [list(shape) for shape in stand_in.made.get_shape(name)] for name in shapes})
+
+    def watched(trt: Any, config: Any, toolkit: str) -> Any:
+        seen["count"] = config.num_optimization_profiles
+        seen["level"] = config.builder_optimization_level
+        seen["workspace"] = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
+        return watch(trt, config, toolkit)
+
+    tensorrt_build._add_profile, tensorrt_build._watch = added, watched
+    return {**tensorrt_build.build(**words), "seen": seen}
+
+
+def test_the_builder_is_told_what_was_asked(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the builder level, the workspace or a profile is parsed and recorded but never reaches TensorRT."""
+    found: list[dict[str, Any]] = []
+
+    def run(_target: str, **words: Any) -> dict[str, Any]:
+        found.append(run_in_child("test_engine_from_onnx:build_and_look", **words))
+        return found[0]
+
+    monkeypatch.setattr(stage_module, "run_in_child", run)
+    texts = ("ids=1x2,2x4,3x8", "mask=1x2,2x4,3x8", "ids=4x8,8x8,8x32", "mask=4x8,8x8,8x32")
+    config = EngineFromOnnxConfig(
+        profiles=texts, compute_capabilities=("8.6",), builder_level=1, workspace_bytes=48 << 20
+    )
+    engine_from_onnx(source, config, tmp_path / "m.engine")
+    seen = found[0]["seen"]
+    assert (seen["level"], seen["workspace"], seen["count"]) == (1, 48 << 20, 2)
+    first, second = [[1, 2], [2, 4], [3, 8]], [[4, 8], [8, 8], [8, 32]]
+    assert seen["profiles"] == [{"ids": first, "mask": first}, {"ids": second, "mask": second}]
 
 
 def test_contradictory_profile_stops_before_the_build(source: Artifact, tmp_path: Path) -> None:

@@ -11,15 +11,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
 from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig
+from accel.converters.quantize import QuantizeConfig, Task, make_task, run_task
 from accel.runtimes.base import open_session
 from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx_weights import read_detached
 from accel.stage import run_stage
 
 CHANNELS = 8
 
 
-def small_unet(path: Path) -> Artifact:
+def small_unet(path: Path, size: int = 32) -> Artifact:
     """One level: a skip connection that is pooled on the way down and, on the way up, meets what has no ReLU."""
     rng = np.random.default_rng(1)
     weights: list[TensorProto] = []
@@ -46,7 +47,7 @@ def small_unet(path: Path) -> Artifact:
     ]
     value = helper.make_tensor_value_info
     taken, given = (
-        value(name, TensorProto.FLOAT, ["batch", channels, 32, 32]) for name, channels in (("x", 3), ("y", 4))
+        value(name, TensorProto.FLOAT, ["batch", channels, size, size]) for name, channels in (("x", 3), ("y", 4))
     )
     graph = helper.make_graph(nodes, "unet", [taken], [given], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
@@ -71,3 +72,26 @@ def test_a_skip_connection_that_is_pooled(tmp_path: Path) -> None:
     norm = np.linalg.norm(exact)
     assert np.linalg.norm(wanted - exact) < 0.05 * norm
     assert np.linalg.norm(found - wanted) < 0.03 * norm
+
+
+def peak_of_nncf(task: Task) -> int:
+    """MiB that the child process which runs NNCF has held at most."""
+    from accel.converters.quantize_nncf import run_nncf
+
+    run_nncf(task)
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+
+def test_ten_times_the_samples_take_nncf_the_same_memory(tmp_path: Path) -> None:
+    """Fails if samples or activations are collected: ten times as many are 83 MB more of images alone."""
+    src = small_unet(tmp_path / "m.onnx", 160)
+    peaks = []
+    for count in (30, 300):
+        data = tmp_path / f"{count}.npz"
+        np.savez(data, x=np.random.default_rng(3).standard_normal((count, 3, 160, 160)).astype(np.float32))
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        model = read_detached(src.path)
+        task = make_task(src, QuantizeConfig(form="openvino", data=data, samples=count), model, folder)
+        peaks.append(run_task("test_quantize_nncf:peak_of_nncf", task, model))
+    assert peaks[1] - peaks[0] < 20, peaks

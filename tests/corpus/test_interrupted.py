@@ -168,13 +168,13 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-KILLED_IN = [stage for _, stages, _ in KILLS.values() for stage in stages]
+# And in the stages that only these commands have.
+KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
+KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"
 _TENSORFLOW = "its child is an accel.child, as that of quantize, and TensorFlow takes ten seconds to start"
 NOT_KILLED_IN = {
-    "onnx_from_onnx": _HERE,
     "preprocess": _HERE,
-    "fuse_kernels": _HERE,
     "fit_tensorrt": _HERE,
     "torch_from_onnx": _HERE,
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
@@ -205,6 +205,20 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
     assert list((here / "cache" / "scratch").iterdir()) == []
     assert cli("inspect", "out", "--check", "-q").code == 0
     assert published(here) != before
+
+
+@pytest.mark.parametrize("stage", KILLED_ALONE)
+def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> None:
+    """Fails if SIGKILL in the stage leaves a process or half a file, or if the same command doesn't work afterwards."""
+    onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "m.onnx")
+    before = published(here)
+    words = COMMANDS[stage][-1]
+    killed_in(here, words, stage)
+    assert published(here) == before
+    ran = cli(*words, "-q")
+    assert ran.code == 0, ran.stderr
+    assert entries_of(here / "cache", stage)
+    assert list((here / "cache" / "scratch").iterdir()) == []
 
 
 def killed_in(here: Path, words: tuple[str, ...], stage: str) -> list[str]:
