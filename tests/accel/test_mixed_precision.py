@@ -133,6 +133,7 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
     assert "2 of 6 layers stay fp32, confirmed" in page
 
 
+@pytest.mark.slow
 def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tmp_path: Path) -> None:
     """Fails if the search can't be done in OpenVINO's form, or if what OpenVINO then runs has other layers in int8."""
     result = optimize(

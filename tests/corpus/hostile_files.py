@@ -75,6 +75,11 @@ def model_file(make: Callable[[], onnx.ModelProto]) -> Make:
     return write
 
 
+def damaged_engine(good: Path, here: Path) -> None:
+    """``model.engine`` alone, with another header."""
+    (here / "model.engine").write_bytes(b"XXXX" + (good / "engine" / "model.engine").read_bytes()[4:])
+
+
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
     """Weights outside the file: ``size`` bytes in ``w.data``, and what the model says of them."""
 

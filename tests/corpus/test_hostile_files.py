@@ -89,6 +89,9 @@ ONNX_FILES: dict[str, Case] = {
     "a gzip": inspected(make.raw("m.onnx", b"\x1f\x8b\x08" + bytes(300)), "not an ONNX file"),
     "a graph 3000 deep": inspected(make.raw("m.onnx", make.deep_graph(3000)), "not an ONNX file"),
     "a chain of 5000": inspected(make.model_file(lambda: make.chain(5000)), "", 0),
+    "a chain of 5000 for TensorRT": Case(
+        make=make.model_file(lambda: make.chain(5000)), words=("preflight", "{d}/m.onnx"), code=0
+    ),
     "opset 0": inspected(make.onnx_file(opset=0), "export"),
     "no opset": inspected(make.onnx_file(opsets=[]), "export"),
     "two opsets": inspected(make.onnx_file(opsets=[helper.make_opsetid("", 17), helper.make_opsetid("", 13)]), "", 0),
@@ -256,6 +259,16 @@ FORMATS: dict[str, Case] = {
     "an IR that reads /etc": timed(make.also(IR, make.raw("model.xml", OUTSIDE)), "again", "model.xml"),
     "an IR of nobody": inspected(make.copied("ir/model.xml", "ir/model.bin"), "", 0, name="model.xml"),
     "an engine of nobody": inspected(make.copied("engine/model.engine"), "accel", name="model.engine"),
+    **{
+        f"a damaged engine of nobody, {command}": Case(
+            make=make.damaged_engine, words=(command, "{d}/model.engine", *words), says="has no .*manifest"
+        )
+        for command, *words in (
+            ("inspect", "--check"),
+            ("bench", "--budget-seconds", "0"),
+            ("verify", "{d}/model.engine"),
+        )
+    },
     "an engine on no GPU": timed(
         make.copied("engine/model.engine", "engine/model.engine.manifest.json"), "needs an NVIDIA GPU", "model.engine"
     ),

@@ -207,6 +207,7 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
     assert published(here) != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", KILLED_ALONE)
 def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> None:
     """Fails if SIGKILL in the stage leaves a process or half a file, or if the same command doesn't work afterwards."""

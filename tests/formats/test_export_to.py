@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ import onnx
 import pytest
 
 import accel
+import accel.stage
+from accel.api.export import FORMATS
 from accel.artifact import Artifact, manifest_path
 from accel.errors import AccelError, GateFailed, UnknownName, UsageError
 from accel.runtimes.base import BaseSession
+from accel.stage_table import get_stage
 
 
 def top1(session: BaseSession, data: Path) -> float:
@@ -91,27 +96,47 @@ def test_straight_from_pytorch(my_model: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(net.run(feeds)["output"], eager.run(feeds)["output"], atol=1e-5)
 
 
-def test_a_wrong_net_is_caught(
-    digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if weights that pnnx got wrong pass the gate, or take the final name."""
-    from accel.converters import ncnn_from_onnx as stage
+WAYS = {
+    "saved_model": "saved_model_from_onnx",
+    "tflite": "tflite_from_saved_model",
+    "ncnn": "ncnn_from_onnx",
+    "openvino": "openvino_from_onnx",
+    "torch": "torch_from_onnx",
+}
 
-    real = stage._pnnx
 
-    def wrong(folder: Path, *rest: Any) -> str:
-        model = onnx.load(str(folder / "model.onnx"))
-        for tensor in model.graph.initializer:
-            if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
-                values = onnx.numpy_helper.to_array(tensor) * np.float32(1.01)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-        onnx.save(model, str(folder / "model.onnx"))
-        return real(folder, *rest)
+@pytest.mark.parametrize("to", WAYS)
+def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """Fails if a net whose weights the way to one of the formats got wrong by a hundredth passes the gate, or takes the
+    final name."""
+    stage = get_stage(WAYS[to])
+    module, _, name = stage.function.partition(":")
+    real, known = getattr(import_module(module), name), accel.stage.versions
+    model = onnx.load(str(digits.path))
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            values = onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values * np.float32(1.01), tensor.name))
+    onnx.save(model, tmp_path / "wrong.onnx")
 
-    monkeypatch.setattr(stage, "_pnnx", wrong)
-    with pytest.raises(GateFailed, match="ncnn_from_onnx changed the output"):
-        accel.export(digits.path, to="ncnn", out=tmp_path / "net")
-    assert not (tmp_path / "net" / "model.ncnn.param").exists()
+    def wrong(src: Artifact, config: Any, out: Path) -> Artifact:
+        if src.kind == "onnx":
+            return real(replace(src, path=tmp_path / "wrong.onnx"), config, out)  # type: ignore[no-any-return]
+        made = real(src, config, out)  # of a SavedModel: the bias of the last layer is in there as it was
+        (bias,) = (t for t in onnx.load(str(digits.path)).graph.initializer if list(t.dims) == [10])
+        right = onnx.numpy_helper.to_array(bias)
+        content = out.read_bytes()
+        assert content.count(right.tobytes()) == 1
+        out.write_bytes(content.replace(right.tobytes(), (right * np.float32(1.5)).tobytes()))
+        return made  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(f"{module}.{name}", wrong)
+    # Under a key of its own: the right one may be in the cache, and so may the SavedModel on the way to TFLite.
+    planted = {"planted": "a fault"}
+    monkeypatch.setattr("accel.stage.versions", lambda of: known(of) | (planted if of == stage.packages else {}))
+    with pytest.raises(GateFailed, match=f"stage {stage.name} changed the output"):
+        accel.export(digits.path, to=to, out=tmp_path / "out")
+    assert not (tmp_path / "out" / FORMATS[to]).exists()
 
 
 PNNX = """#!/bin/sh
