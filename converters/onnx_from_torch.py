@@ -278,7 +278,7 @@ def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
     )
     outputs = _output_names(src)
     module = _named(src)
-    with torch.no_grad():
+    with torch.no_grad(), _exact_constants():
         program = torch.onnx.export(
             module,
             _example(src),
@@ -300,6 +300,25 @@ def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
         program.save(str(exported), external_data=large)
         del program
         _finish_graph(src, exported, out, outputs)
+
+
+@contextlib.contextmanager
+def _exact_constants() -> Iterator[None]:
+    """Only what adds 0 or multiplies by 1 is taken out of a graph: onnxscript's rules would take 1e-8 for 0 and 1.00001
+    for 1, and with them the eps that keeps a division from being by zero."""
+    from onnxscript.rewriter._pattern_ir import Constant
+    from onnxscript.rewriter.rules.common import _no_op
+
+    patterns = (node for rule in _no_op.rules.rules for node in rule._target_pattern)
+    constants = [value for node in patterns for value in node.inputs if isinstance(value, Constant)]
+    before = [(value._rel_tol, value._abs_tol) for value in constants]
+    for value in constants:
+        value._rel_tol = value._abs_tol = 0.0
+    try:
+        yield
+    finally:
+        for value, (relative, absolute) in zip(constants, before, strict=True):
+            value._rel_tol, value._abs_tol = relative, absolute
 
 
 @contextlib.contextmanager

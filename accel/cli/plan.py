@@ -251,7 +251,7 @@ def _words(plan: Plan, machine: Machine) -> str:
         f"  model states {_size(m.model_states)}",
         f"  activations  {_size(m.activations)}",
         f"  temporary    {_size(m.temporary)}",
-        f"  or, stepping {_size(m.stepping)}",
+        f"  or in a step {_size(m.stepping)}",
         f"  at most      {_size(m.total)}",
         *([f"  on its host  {_size(m.host)}"] if layout.offload else []),
         f"each rank sends in a step: {sent}",

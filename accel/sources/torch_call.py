@@ -81,6 +81,8 @@ class NamedModule(torch.nn.Module):
         self.names = tuple(inputs)
         self.outputs = tuple(outputs)
         self.keywords = _by_keyword(module, self.names)
+        # Whether forward writes to what it is given: None until it has run once.
+        self.writes_inputs: bool | None = None
 
     def by_name(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         named = dict(zip(self.names, tensors, strict=True))
@@ -120,9 +122,15 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
 
 
 def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One forward pass from numpy to numpy, without gradients."""
+    """One forward pass from numpy to numpy, without gradients. ``feeds`` stay as they are: a model that writes to its
+    inputs (``x -= mean``) gets copies."""
+    tensors = [to_tensor(feeds[spec.name]) for spec in signature.inputs]
+    if module.writes_inputs is not False:
+        tensors = [tensor.clone() for tensor in tensors]
+    before = [tensor._version for tensor in tensors]
     with torch.inference_mode():
-        found = module.by_name(*(to_tensor(feeds[spec.name]) for spec in signature.inputs))
+        found = module.by_name(*tensors)
+        module.writes_inputs = module.writes_inputs or [tensor._version for tensor in tensors] != before
         return {name: to_array(value) for name, value in found.items()}
 
 

@@ -217,6 +217,57 @@ def test_a_dim_that_goes_farther_than_the_model(
     assert cli(*words, "--dim", f"length={in_steps}").stderr.rstrip().endswith(f"give --dim length={fix}")
 
 
+SMALL_NUMBERS = """
+import torch
+
+class Pooled(torch.nn.Module):
+    def forward(self, x, mask):
+        kept = mask.to(x.dtype)
+        return (x * kept).sum(1) / (kept.sum(1) * 1.000009 + 1e-9)
+
+def pooled():
+    return Pooled()
+
+class InPlace(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        x -= 0.5
+        x /= 0.25
+        return self.conv(x)
+
+def in_place():
+    torch.manual_seed(0)
+    return InPlace()
+"""
+
+
+def test_small_numbers_are_numbers(tmp_path: Path) -> None:
+    """Fails if what keeps a division from being by zero is taken for zero, or a factor near one for one."""
+    (tmp_path / "small.py").write_text(SMALL_NUMBERS)
+    inputs = {"x": ("float32", ("batch", 8)), "mask": ("int64", ("batch", 8))}
+    made = accel.export(f"{tmp_path / 'small.py'}:pooled", inputs=inputs, out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        (found,) = session.run({"x": np.ones((2, 8), np.float32), "mask": np.array([[0] * 8, [1] * 8])}).values()
+    np.testing.assert_allclose(found, [0, 1 / 1.000009], rtol=2e-7)
+
+
+def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
+    """Fails if the samples are another model's input after the first run, so that a right export is called wrong."""
+    (tmp_path / "small.py").write_text(SMALL_NUMBERS)
+    source = f"{tmp_path / 'small.py'}:in_place"
+    made = accel.export(source, inputs={"x": ("float32", ("batch", 3, 8, 8))}, out=tmp_path / "m.onnx")
+    assert made.notes.get("rung", "dynamo") == "dynamo"
+    with accel.load(source, inputs={"x": ("float32", ("batch", 3, 8, 8))}) as session:
+        feeds = session.example_inputs(batch=2)
+        given = feeds["x"].copy()
+        first, again = session.run(feeds), session.run(feeds)
+    np.testing.assert_array_equal(feeds["x"], given)
+    np.testing.assert_array_equal(*first.values(), *again.values())
+
+
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
     """Fails if a model whose other branch no example takes is exported without it, or if the line isn't named."""
     source = tmp_path / "rare.py"

@@ -15,7 +15,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from accel.api.bisect import bisect
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import Child, run_in_child
@@ -383,12 +382,7 @@ def exported(path: Path, folder: Path) -> Artifact:
     return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), cache=StageCache(folder))
 
 
-def parted(reference: Artifact, candidate: Artifact, folder: Path) -> Artifact:
-    assert bisect(reference, candidate, samples=1).divergence is None
-    return candidate
-
-
-@pytest.mark.proof
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a stage can't take more than protobuf's 2 GB, or holds the weights more often than it has to: the peak
@@ -415,8 +409,7 @@ def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.M
     assert sum(file.stat().st_size for file in src.files) > 2**31
     simple = stage("simplify", "simplify", src, SimplifyConfig())
     assert "kept" not in simple.notes
-    low = stage("cast", "cast", simple, CastConfig())
-    watched("bisect", "parted", reference=simple, candidate=low)
+    stage("cast", "cast", simple, CastConfig())
     stage("dynamic", "quantize", simple, QuantizeConfig(mode="dynamic"))
     stage("static", "quantize", simple, QuantizeConfig(mode="static"))
     stage("int4", "quantize", simple, QuantizeConfig(mode="int4-weights"))
