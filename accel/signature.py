@@ -66,7 +66,9 @@ class TensorSpec:
             if self.values[0] > self.values[1]:
                 raise BadInputSpec(f"input {self.name!r} has an empty range of values {self.values}; give low..high")
         if self.dtype not in DTYPES:
-            raise BadInputSpec(f"input {self.name!r} has unknown dtype {self.dtype!r}; use one of {', '.join(DTYPES)}")
+            parts = "give its real and imaginary parts instead, as torch.view_as_real does"
+            fix = parts if self.dtype.startswith("complex") else f"use one of {', '.join(DTYPES)}"
+            raise BadInputSpec(f"{self.name!r} has unknown dtype {self.dtype!r}; {fix}")
         for dim in self.shape:
             if isinstance(dim, int) and dim < 0:
                 raise BadInputSpec(f"input {self.name!r} has a negative dim {dim}; name it instead, e.g. batch")

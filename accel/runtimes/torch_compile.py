@@ -75,7 +75,7 @@ class TorchCompileSession(TorchSession):
         try:
             # Past its limit of recompilations torch would run the module in eager, with a line in the log.
             with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False), _torch_warns_of_itself():
-                outputs = super()._run(feeds)
+                outputs = self._run_bare(feeds)
         except Exception as error:
             raise BuildFailed(
                 f"torch.compile failed on {self.artifact.path} ({_reason(error)}); use the runtime torch"

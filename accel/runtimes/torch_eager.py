@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.artifact import Artifact
+from accel.errors import RunFailed, one_line
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds
 from accel.sources.torch_call import NamedModule, run_named
@@ -28,4 +29,14 @@ class TorchSession(BaseSession):
         self.module = NamedModule(module_of(artifact), inputs, outputs)
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        try:
+            return self._run_bare(feeds)
+        except Exception as error:  # what a model raises is its own affair
+            sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            raise RunFailed(
+                f"{self.artifact.path} fails in PyTorch at {sizes}: {one_line(error, 200)}; check the inputs' values"
+            ) from error
+
+    def _run_bare(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        """Outputs by name; what PyTorch or the model raises."""
         return run_named(self.module, self.signature, feeds)

@@ -28,6 +28,18 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
     return cases
 
 
+def same_output(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two runs gave the same: numbers up to what threads that add in another order make of them."""
+    import numpy as np
+
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind == "f" or str(one.dtype) == "bfloat16":
+        rtol, atol = (2e-2, 1e-3) if one.dtype.itemsize < 4 else (1e-3, 1e-5)
+        return np.allclose(one.astype(np.float64), other.astype(np.float64), rtol=rtol, atol=atol, equal_nan=True)
+    return np.array_equal(one, other)
+
+
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     """What to add to the message about a model whose ``run`` raises at a size of ``signature``: the ranges to pass with
     the smallest step at whose multiples it doesn't, for those dims that can't go without. Empty where no such step is

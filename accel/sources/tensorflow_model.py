@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
 from accel.signature import BATCH, Dim, DimRange, Feeds, Signature, TensorSpec
-from accel.sources.output_specs import output_specs, probe_cases, step_advice
+from accel.sources.output_specs import output_specs, probe_cases, same_output, step_advice
 from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _probe(
     for _ in range(_AGAIN):
         again = run_on(signature.example_inputs(**cases[-1]))
         for name, value in runs[-1].items():
-            if not _same(value, again[name]):
+            if not same_output(value, again[name]):
                 strip = spec.form != "tflite" and not spec.strip
                 raise BadSource(
                     f"the output {name!r} of {spec.path} differs from run to run on the same inputs: something random "
@@ -253,17 +253,6 @@ def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) 
     except BadSource:
         pass  # it says nothing that the sizes don't
     return signature.with_dims({d: replace(signature.dims[d], min=signature.dims[d].opt) for d in free})
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two runs gave the same: numbers up to what threads that add in another order make of them."""
-    import numpy as np
-
-    if one.shape != other.shape:
-        return False
-    if one.dtype.kind == "f":
-        return np.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
-    return np.array_equal(one, other)
 
 
 def _namings(

@@ -13,7 +13,7 @@ import torch
 
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec
-from accel.sources.output_specs import output_specs, probe_cases, step_advice
+from accel.sources.output_specs import output_specs, probe_cases, same_output, step_advice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,6 +156,13 @@ def discover_outputs(
                 f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct --input or --dim'}"
             ) from error
     first = runs[0]
+    again = run_named(named, signature, signature.example_inputs(**cases[0]))
+    for name, value in first.items():
+        if not same_output(value, again[name]):
+            raise BadSource(
+                f"the output {name!r} of {where} differs from run to run on the same inputs: forward draws random "
+                "numbers, or changes a buffer that it computes with; leave that out of the model"
+            )
     if not first:
         raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
     if names and len(names) != len(first):

@@ -200,7 +200,8 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
         arrays[spec.name] = fitting(file, arrays[spec.name], spec.name, signature)
         if len(arrays[spec.name]) != len(arrays[first]):
             raise BadData(
-                f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, {first!r} has {len(arrays[first])}"
+                f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, {first!r} has {len(arrays[first])}; "
+                "give each input one for every sample"
             )
     if len(arrays[first]) == 0:
         raise BadData(f"{file} holds no samples; save at least one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,46 @@ def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
         first, again = session.run(feeds), session.run(feeds)
     np.testing.assert_array_equal(feeds["x"], given)
     np.testing.assert_array_equal(*first.values(), *again.values())
+
+
+CHANGING = """
+import torch
+
+class Drawn(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count
+
+class Complex(torch.nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("Drawn", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
+        ("Counted", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
+        ("Complex", r"'output' has unknown dtype 'complex64'; give its real and imaginary parts .* torch.view_as_real"),
+    ],
+)
+def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, cli: Any) -> None:
+    """Fails if somebody whose model draws numbers, keeps a state or returns complex ones is told to try other sizes."""
+    (tmp_path / "changing.py").write_text(CHANGING)
+    ran = cli(
+        "export", f"{tmp_path / 'changing.py'}:{factory}", "--input", "x:float32[batch,8]", "-o", tmp_path / "m.onnx"
+    )
+    assert (ran.code, len(ran.stderr.splitlines())) == (2, 1), ran.stderr
+    assert re.search(said, ran.stderr), ran.stderr
 
 
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,26 @@ def test_a_range_that_nobody_declared_grows_with_the_data(cli: Any, tmp_path: Pa
     ran = cli("verify", path, path, "--data", data, "--dim", "length=2:16:64")
     assert ran.code == 2
     assert "outside 2..64" in ran.stderr
+
+
+WORDS = """
+import torch
+
+def words():
+    torch.manual_seed(0)
+    return torch.nn.EmbeddingBag(50, 4, mode="mean")
+"""
+
+
+def test_a_number_that_pytorch_has_no_row_for(tmp_path: Path, cli: Any) -> None:
+    """Fails if data that PyTorch can't take is an internal error, or neither its file nor the number is named."""
+    (tmp_path / "words.py").write_text(WORDS)
+    made, data = tmp_path / "m.onnx", tmp_path / "b.npz"
+    words = ["--input", "input:int64[batch,3]{0..49}", "-q"]
+    assert cli("export", f"{tmp_path / 'words.py'}:words", *words, "-o", made).code == 0
+    np.savez(data, input=np.array([[1, 2, 3], [4, -7, 5]]))
+    ran = cli("verify", f"{tmp_path / 'words.py'}:words", made, "--data", data, *words)
+    assert (ran.code, len(ran.stderr.splitlines())) == (2, 1), ran.stderr
+    assert re.search(
+        r"b\.npz: 'input' holds -7, outside 0\.\.49, and the model fails on it \(.+\); correct it", ran.stderr
+    )
