@@ -124,9 +124,10 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
 def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """One forward pass from numpy to numpy, without gradients. ``feeds`` stay as they are: a model that writes to its
     inputs (``x -= mean``) gets copies."""
-    tensors = [to_tensor(feeds[spec.name]) for spec in signature.inputs]
-    if module.writes_inputs is not False:
-        tensors = [tensor.clone() for tensor in tensors]
+    with torch.inference_mode(False):  # tensors of that mode don't know whether they were written to
+        tensors = [to_tensor(feeds[spec.name]) for spec in signature.inputs]
+        if module.writes_inputs is not False:
+            tensors = [tensor.clone() for tensor in tensors]
     before = [tensor._version for tensor in tensors]
     with torch.inference_mode():
         found = module.by_name(*tensors)
