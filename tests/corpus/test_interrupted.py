@@ -72,6 +72,8 @@ def full_disk() -> Iterator[None]:
     if tensorflow_process._process is not None:  # it was started for an earlier call, and takes no new limit from here
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal; LLVM, which another test may have loaded into this process, ends it.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for pid in processes:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT, before[1]))
     try:
