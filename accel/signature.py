@@ -182,6 +182,11 @@ class DimRange:
         return [self.min, self.opt, self.max, *([self.step] if self.step != 1 else [])]
 
 
+def shapes_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """Inputs or outputs by name, in words: ``x [2, 3], mask [2]``."""
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in arrays.items())
+
+
 def merged_ranges(known: Mapping[str, DimRange], given: Mapping[str, DimRange]) -> dict[str, DimRange]:
     """``known`` with the ranges ``given`` in place of its own; see ``DimRange.over`` for their steps."""
     return {**known, **{dim: found.over(known.get(dim)) for dim, found in given.items()}}

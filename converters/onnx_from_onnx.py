@@ -12,7 +12,7 @@ from accel.artifact import Artifact, beside
 from accel.child import run_in_child
 from accel.converters.onnx_write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
-from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, numpy_dtype
+from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, numpy_dtype, shapes_of
 from accel.sources.onnx_file import opset_of
 from accel.sources.onnx_weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
@@ -278,7 +278,7 @@ def _observe_outputs(
         try:
             runs.append(dict(zip(names, session.run(names, feeds), strict=True)))
         except Exception as error:
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            shapes = shapes_of(feeds)
             fix = step_advice(signature, partial(session.run, names))
             fix = fix or "; correct --input or --dim"
             raise NotBroughtOver(f"{path} doesn't run on {shapes} ({one_line(error)}){fix}") from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from accel.artifact import file_sha256
 from accel.errors import BadData, UnknownName, UsageError
+from accel.signature import shapes_of
 from accel.verify.data import open_npz
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class LabelMetric:
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
-            has = ", ".join(f"{n} {list(v.shape)}" for n, v in outputs.items())
+            has = shapes_of(outputs)
             raise UsageError(
                 f"{len(fitting)} outputs are {wanted} as {self.kind} with {self.where} {list(self.labels.shape)} needs "
                 f"(there are {has}); {self._way_out(outputs, len(fitting))}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from accel.bench.blocks import Candidate
 from accel.errors import BadData, BadInputSpec, UsageError
 from accel.runtimes.base import BaseSession, open_session
-from accel.signature import Feeds, Signature
+from accel.signature import Feeds, Signature, shapes_of
 from accel.verify.gates import cast_feeds
 from accel.verify.stream import SampleStream
 
@@ -134,7 +134,7 @@ def workload(
     for feeds in mix if batch is not None or lengths is not None else ():
         _within(signature, signature.check_feeds(feeds))
     repeats = -(-_REQUESTS_A_CORE * cores // len(mix)) if objective == "throughput" else 1
-    shape = ", ".join(f"{name} {list(value.shape)}" for name, value in mix[0].items())
+    shape = shapes_of(mix[0])
     note = f"measured at {shape}" if len(mix) == 1 else f"measured at {dim} {', '.join(map(str, _few(found)))} in turn"
     if len(found) > len(mix):
         note += f" (quantiles of {len(found)})"

@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from accel.artifact import Artifact
 from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange, one_line
 from accel.runtimes.base import BaseSession, SessionOptions
-from accel.signature import Feeds, numpy_dtype
+from accel.signature import Feeds, numpy_dtype, shapes_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +62,7 @@ class OnnxRuntimeSession(BaseSession):
         try:
             return self._run_native(feeds)
         except _FAILURES as error:
-            sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            sizes = shapes_of(feeds)
             failed = f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {_reason(error)}"
             if outside := self._outside(feeds) if _OUT_OF_BOUNDS.search(str(error)) else "":
                 raise ValuesOutOfRange(f"{failed} ({outside}); check the inputs' values") from error

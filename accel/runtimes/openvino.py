@@ -23,7 +23,7 @@ from accel.errors import (
     shortened,
 )
 from accel.runtimes.base import BaseSession, SessionOptions
-from accel.signature import Feeds, numpy_dtype
+from accel.signature import Feeds, numpy_dtype, shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -189,7 +189,7 @@ class OpenVinoSession(BaseSession):
     def _failed(self, error: RuntimeError, feeds: Feeds) -> RunFailed:
         # In bfloat16 a model that failed once fails at every later run, whatever its inputs: load it again then.
         self._model = None
-        sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+        sizes = shapes_of(feeds)
         return RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}")
 
     def _outputs_of(self, request: Any) -> dict[str, np.ndarray]:

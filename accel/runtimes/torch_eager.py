@@ -9,7 +9,7 @@ import torch
 from accel.artifact import Artifact
 from accel.errors import RunFailed, one_line
 from accel.runtimes.base import BaseSession, SessionOptions
-from accel.signature import Feeds
+from accel.signature import Feeds, shapes_of
 from accel.sources.torch_call import NamedModule, run_named
 from accel.sources.torch_source import module_of
 
@@ -32,7 +32,7 @@ class TorchSession(BaseSession):
         try:
             return self._run_bare(feeds)
         except Exception as error:  # what a model raises is its own affair
-            sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            sizes = shapes_of(feeds)
             raise RunFailed(
                 f"{self.artifact.path} fails in PyTorch at {sizes}: {one_line(error, 200)}; check the inputs' values"
             ) from error

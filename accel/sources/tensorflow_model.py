@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
-from accel.signature import BATCH, Dim, DimRange, Feeds, Signature, TensorSpec
+from accel.signature import BATCH, Dim, DimRange, Feeds, Signature, TensorSpec, shapes_of
 from accel.sources.output_specs import output_specs, probe_cases, same_output, step_advice
 from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 
@@ -192,7 +192,7 @@ def _failures(feeds: Mapping[str, np.ndarray], where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+        shapes = shapes_of(feeds)
         raise BadSource(
             f"{where} fails in TensorFlow on {shapes}: {_reason(error)}; correct --input or --dim"
         ) from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.errors import BadInputSpec, BadSource, one_line
-from accel.signature import Signature, TensorSpec
+from accel.signature import Signature, TensorSpec, shapes_of
 from accel.sources.output_specs import output_specs, probe_cases, same_output, step_advice
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def discover_outputs(
         try:
             runs.append(run_named(named, signature, feeds))
         except Exception as error:
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+            shapes = shapes_of(feeds)
             reason = one_line(error, 200)
             fix = step_advice(signature, partial(run_named, named, signature))
             raise BadSource(
