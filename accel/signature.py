@@ -338,6 +338,12 @@ class Signature:
                 )
         return sizes
 
+    def beyond(self, feeds: Feeds) -> str:
+        """Where ``feeds``, which ``check_feeds`` takes, go farther than a dim's range: ``sequence is 600, beyond 512``.
+        They may well run: a range is what was asked for and proved. Empty where they don't."""
+        found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
+        return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")
+
     @cached_property
     def _stepped(self) -> Mapping[str, DimRange]:
         """The dims that not every size is one of: a server checks each request against them."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.converters import onnx_write
-from accel.converters.onnx_names import rename_values
-from accel.converters.onnx_write import write_onnx
+from accel.converters.torch_exporters import dynamo, example, legacy, named
 from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
 from accel.sources.onnx_file import describe, external_files, read_proto
-from accel.sources.onnx_weights import read_detached
 from accel.stage import StageConfig, check_contract
 from accel.stage_table import Stage, get_stage
 from accel.verify.gates import OutputGate, worst_result
@@ -60,7 +54,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
         report(f"onnx_from_torch: {rung}")
         try:
             with _quiet() as said:
-                _RUNGS[rung](src, config, out)
+                _RUNGS[rung](src, config.opset, out)
             if by_values and (branches := _branches(said)):
                 raise ExportFailed(f"it holds one branch of {branches}")
             made = _verified(src, config, out, SEEDS[rung])
@@ -144,7 +138,7 @@ def _fails(src: Artifact, sizes: Mapping[str, int]) -> str:
 
     try:
         with _quiet():
-            run_named(_named(src), src.signature, src.signature.example_inputs(**sizes))
+            run_named(named(src), src.signature, src.signature.example_inputs(**sizes))
     except Exception as error:  # a model raises what it likes
         return one_line(error, 160) or type(error).__name__
     return ""
@@ -164,7 +158,7 @@ def _packs(src: Artifact) -> bool:
 
     try:
         with _quiet(), torch.no_grad(), Watch():
-            _named(src)(*_example(src))
+            named(src)(*example(src))
     except Exception:  # it is only looked at: why it fails is known already
         pass
     return any("_pack_padded_sequence" in name for name in seen)
@@ -235,217 +229,4 @@ def _quiet() -> Iterator[list[warnings.WarningMessage]]:
                 logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _native_stderr_aside() -> Iterator[None]:
-    """The older exporter writes warnings, and the whole graph where it fails, from C++: past Python's streams."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # there is no such stream
-        yield
-        return
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _example(src: Artifact) -> tuple[Any, ...]:
-    """Tensors to trace with. No dynamic dim is 1 (exporters take 1 for a constant) and no two are equal."""
-    from accel.sources.torch_call import to_tensor
-
-    sizes: dict[str, int] = {}
-    for dim, bounds in src.signature.dims.items():
-        # Of a dim that goes in steps the exporter sees how many there are.
-        size = max(bounds.opt, 2 * bounds.step)
-        while size in sizes.values():
-            size += bounds.step
-        sizes[dim] = size if size <= bounds.max else bounds.opt
-    feeds = src.signature.example_inputs(**sizes)
-    return tuple(to_tensor(feeds[spec.name]) for spec in src.signature.inputs)
-
-
-def _dynamo(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
-    import torch
-
-    from accel.converters.torch_dims import export_dim
-
-    dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
-    shapes = tuple(
-        {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
-    )
-    outputs = _output_names(src)
-    module = _named(src)
-    with torch.no_grad(), _exact_constants():
-        program = torch.onnx.export(
-            module,
-            _example(src),
-            dynamo=True,
-            opset_version=config.opset,
-            input_names=[spec.name for spec in src.signature.inputs],
-            output_names=outputs,
-            dynamic_shapes=(shapes,),
-            external_data=False,
-            optimize=True,
-            verbose=False,
-            custom_translation_table=_own_operators(),
-        )
-    if program is None:
-        raise ExportFailed("it gave no program")
-    tensors = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
-    large = sum(tensor.nbytes for tensor in tensors) > onnx_write.SINGLE_FILE_BYTES
-    with _apart(out) as exported:
-        program.save(str(exported), external_data=large)
-        del program
-        _finish_graph(src, exported, out, outputs)
-
-
-@contextlib.contextmanager
-def _exact_constants() -> Iterator[None]:
-    """Only what adds 0 or multiplies by 1 is taken out of a graph: onnxscript's rules would take 1e-8 for 0 and 1.00001
-    for 1, and with them the eps that keeps a division from being by zero."""
-    from onnxscript.rewriter._pattern_ir import Constant
-    from onnxscript.rewriter.rules.common import _no_op
-
-    patterns = (node for rule in _no_op.rules.rules for node in rule._target_pattern)
-    constants = [value for node in patterns for value in node.inputs if isinstance(value, Constant)]
-    before = [(value._rel_tol, value._abs_tol) for value in constants]
-    for value in constants:
-        value._rel_tol = value._abs_tol = 0.0
-    try:
-        yield
-    finally:
-        for value, (relative, absolute) in zip(constants, before, strict=True):
-            value._rel_tol, value._abs_tol = relative, absolute
-
-
-@contextlib.contextmanager
-def _apart(out: Path) -> Iterator[Path]:
-    """Where an exporter writes: in a folder of its own, as it leaves the weights of a large model beside it, in files
-    with names of its own choice."""
-    with tempfile.TemporaryDirectory(prefix="export-", dir=out.parent) as folder:
-        yield Path(folder, "exported.onnx")
-
-
-def _own_operators() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """How accel's own operators are written, where a model can have them: importing their module registers them."""
-    if "accel.kernels.operators" not in sys.modules:
-        return {}
-    from accel.kernels.onnx_export import translation_table
-
-    return translation_table()
-
-
-def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
-    """Write ``exported`` to ``out`` with the names and dims of the contract, where the exporter has its own.
-
-    Outputs are exported under names that no value inside can have (a model's ``embedding`` may well be the name of an
-    operator's result) and renamed here; input dims lose the exporter's symbols; an output dim that never changed in
-    PyTorch is written down as fixed. The gate then runs the file at every shape.
-    """
-    model = read_detached(exported)
-    del model.graph.output[len(outputs) :]  # see _with_packed_outputs
-    if any(node.domain == "accel" for node in model.graph.node):
-        from accel.kernels.onnx_export import add_functions
-
-        add_functions(model)
-    wanted = {old: spec.name for old, spec in zip(outputs, src.signature.outputs, strict=True)}
-    taken = {name for node in model.graph.node for name in (*node.input, *node.output)} - set(wanted)
-    rename = {**{name: f"{name}_inner" for name in wanted.values() if name in taken}, **wanted}
-    for name in (spec.name for spec in src.signature.inputs):
-        rename.pop(name, None)
-    rename_values(model.graph, rename)
-    specs = {spec.name: spec for spec in (*src.signature.inputs, *src.signature.outputs)}
-    symbols: dict[str, str] = {}
-    for value in (*model.graph.input, *model.graph.output):
-        for dim, asked in zip(value.type.tensor_type.shape.dim, specs[value.name].shape, strict=False):
-            if isinstance(asked, str) and dim.dim_param and dim.dim_param != asked:
-                symbols.setdefault(dim.dim_param, asked)
-            elif isinstance(asked, int) and dim.dim_param:
-                dim.dim_value = asked
-    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in symbols:
-                dim.dim_param = symbols[dim.dim_param]
-    write_onnx(model, out)
-
-
-def _legacy(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
-    import torch
-
-    outputs = _output_names(src)
-    inputs = [spec.name for spec in src.signature.inputs]
-    dynamic = {
-        name: {axis: d for axis, d in enumerate(spec.shape) if isinstance(d, str)}
-        for name, spec in zip((*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True)
-    }
-    module, example = _named(src), _example(src)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        if isinstance(module.module, torch.jit.ScriptModule):
-            # The exporter traces no TorchScript inside another module, and takes one as it is, branches and all.
-            module = torch.jit.trace(module, example, check_trace=False)
-        else:
-            module = stack.enter_context(_with_packed_outputs(module, example))
-        stack.enter_context(_native_stderr_aside())
-        exported = stack.enter_context(_apart(out))
-        torch.onnx.export(
-            module,
-            example,
-            str(exported),
-            dynamo=False,
-            opset_version=config.opset,
-            input_names=inputs,
-            output_names=outputs,
-            dynamic_axes={name: axes for name, axes in dynamic.items() if axes},
-        )
-        _finish_graph(src, exported, out, outputs)
-
-
-@contextlib.contextmanager
-def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """``module`` with one more output for each RNN that gives a packed sequence: that sequence, padded again. Where a
-    model takes the last hidden state alone the exporter falls over the lengths that nothing reads; what is added here
-    is taken out of the graph again."""
-    import torch
-    from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-
-    padded: list[Any] = []
-
-    def keep(rnn: Any, _: Any, output: Any) -> None:
-        if isinstance(output[0], PackedSequence):
-            padded.append(pad_packed_sequence(output[0], batch_first=rnn.batch_first)[0])
-
-    class More(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = module
-
-        def forward(self, *tensors: Any) -> Any:
-            padded.clear()
-            return (*self.inner(*tensors), *padded)
-
-    hooks = [part.register_forward_hook(keep) for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
-    try:
-        if hooks:
-            module(*example)
-        yield More().eval() if padded else module
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _output_names(src: Artifact) -> list[str]:
-    return [f"accel_output_{index}" for index in range(len(src.signature.outputs))]
-
-
-def _named(src: Artifact) -> Any:
-    from accel.sources.torch_call import NamedModule
-    from accel.sources.torch_source import module_of
-
-    names = [spec.name for spec in src.signature.inputs]
-    return NamedModule(module_of(src), names, [spec.name for spec in src.signature.outputs]).eval()
-
-
-_RUNGS: dict[str, Callable[[Artifact, OnnxFromTorchConfig, Path], None]] = {"dynamo": _dynamo, "legacy": _legacy}
+_RUNGS: dict[str, Callable[[Artifact, int, Path], None]] = {"dynamo": dynamo, "legacy": legacy}

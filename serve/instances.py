@@ -8,6 +8,7 @@ batch of them. ``_lock`` guards everything; no session is run and no answer give
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from accel.errors import BadFeeds
+from accel.errors import BadFeeds, RunFailed
 from accel.serve.batcher import Batching
 from accel.serve.inference import (
     Answer,
@@ -290,7 +291,7 @@ class QueuedExecutor:
                 half = len(live) // 2
                 self._deliver(settled + self._run(session, live[:half]))
                 return self._run(session, live[half:])
-            return settled + self._settle([(live[0], self._error(error))])
+            return settled + self._settle([(live[0], self._error(error, session, live[0]))])
         except BaseException as error:
             self._deliver(settled + self._settle([(entry, self._error(error)) for entry in live]))
             raise
@@ -320,11 +321,17 @@ class QueuedExecutor:
             model=self.name, version=self.version, id=request.id, outputs=outputs, durations=entry.durations
         )
 
-    def _error(self, error: BaseException) -> ServeError:
+    def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
+        """``session``: which of them failed on the inputs of ``entry`` alone."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):
             return ServeError(Code.INVALID_ARGUMENT, str(error))
+        if isinstance(error, RunFailed) and session is not None and entry is not None:
+            with contextlib.suppress(BadFeeds):
+                if beyond := session.signature.beyond(entry.request.inputs):
+                    failed = f"model '{self.name}' fails where {beyond}: {error}"
+                    return ServeError(Code.INVALID_ARGUMENT, failed)
         return ServeError(Code.INTERNAL, f"model '{self.name}' failed: {error or type(error).__name__}")
 
     # Answering them

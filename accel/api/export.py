@@ -14,6 +14,7 @@ from accel.cache import StageCache
 from accel.errors import BadInputSpec, GateFailed, UnknownName, UnsupportedHere, UsageError
 from accel.sources import check_name, open_source
 from accel.stage import StageConfig, run_stage
+from accel.verify.compare import ROUNDING
 
 if TYPE_CHECKING:
     from accel.converters.preprocess import PreprocessConfig
@@ -31,8 +32,6 @@ FORMATS = {
     "torch": "model.pt2",
 }
 CHANNELS = ("auto", "first", "last")
-# A relative error that rounding can add up to; what is wrong is further off.
-_LITTLE = 1e-2
 # The stage that makes ONNX of each kind of source.
 _TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
 
@@ -153,7 +152,7 @@ def _limit_named(limit: float | None) -> Iterator[None]:
     try:
         yield
     except GateFailed as error:
-        if limit is not None or error.value is None or error.value > _LITTLE:
+        if limit is not None or error.value is None or error.value > ROUNDING:
             raise
         more = f"--limit {2 * error.value:.0e}"
         raise GateFailed(

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.api.export import check_writable, open_cache, to_onnx_config
+from accel.api.as_onnx import as_onnx
+from accel.api.export import check_writable, open_cache
 from accel.artifact import Artifact
 from accel.bench.environment import available_cores
-from accel.cache import StageCache
 from accel.errors import MissingExtra, UsageError
 from accel.optimizer.budget import Budget
 from accel.optimizer.candidate import CandidateResult, attempt, megabytes, not_tried
@@ -29,11 +29,8 @@ from accel.optimizer.search import Search
 from accel.optimizer.stage_options import parse_cast_options, parse_quantize_options
 from accel.optimizer.workload import workload
 from accel.runtimes.engine_options import parse_engine_options
-from accel.sources import REPORT, open_source, renaming_note
-from accel.stage import run_stage
+from accel.sources import REPORT, renaming_note
 from accel.verify.data import widened
-from accel.verify.gates import OutputGate
-from accel.verify.runs import check_runs, check_samples
 from accel.verify.stream import SampleStream
 
 if TYPE_CHECKING:
@@ -42,6 +39,8 @@ if TYPE_CHECKING:
 SOURCE_NAME = "source"
 
 _CALIBRATION_SAMPLES = 128
+# On so many samples what was exported is compared with its source where none calibrate.
+_COMPARED_SAMPLES = 64
 _READ_AT_ONCE = 64
 
 
@@ -163,7 +162,8 @@ def optimize(
             "strip_training_ops": strip_training_ops,
         }
         with budget.spending("opening the model"):
-            src = _as_onnx(model, inputs, Path(weights) if weights else None, dims, tensorflow, cache)
+            exported = as_onnx(model, inputs, Path(weights) if weights else None, dims, tensorflow, cache)
+            src = exported.artifact
         calibration = Path(data) if data else None
         for given in (calibration, Path(eval_data) if eval_data else None):
             src = widened(src, given, dict(dims or {}))
@@ -198,8 +198,8 @@ def optimize(
             made = sorted(made, key=likelihood)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
         with budget.spending("running the source on the data"):
-            if calibration is not None:
-                check_samples(src, calibration, samples, cache)
+            real = calibration or (Path(eval_data) if eval_data else None)
+            apart = replace(exported, artifact=src).check(real, samples or _COMPARED_SAMPLES, cache) if real else ""
             judge.check()
         rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
         for recipe in [searched(src, row.recipe, request) for row in rows if row.recipe and row.over_budget]:
@@ -240,7 +240,8 @@ def optimize(
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)
-        warnings = tuple(filter(None, [budget.note([row.name for row in rows if row.out_of_time])]))
+        late = budget.note([row.name for row in rows if row.out_of_time])
+        warnings = tuple(filter(None, [apart, late]))
         notes += warnings
         if note := renaming_note(src):
             notes.append(note)
@@ -327,30 +328,3 @@ def _write_page(path: Path, result: Optimization) -> None:
         command=result.command,
         objective=result.objective,
     )
-
-
-def _as_onnx(
-    model: str | Path | Artifact,
-    inputs: Inputs | None,
-    weights: Path | None,
-    dims: Dims | None,
-    tensorflow: Mapping[str, Any],
-    cache: StageCache,
-) -> Artifact:
-    from accel.converters.onnx_from_torch import LIMITS, OnnxFromTorchConfig
-
-    src = open_source(model, inputs=inputs, weights=weights, dims=dims, tensorflow=tensorflow)
-    if src.kind == "torch":
-        gates = [OutputGate(limit=LIMITS[src.properties.get("precision", "fp32")])]
-        return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), gates=gates, cache=cache)
-    if src.kind in ("tensorflow", "tflite"):
-        from accel.converters.onnx_from_tflite import TFLITE_INT8_LIMIT
-
-        precision = src.properties.get("precision", "fp32")
-        gates = [OutputGate(limit=TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision])]
-        return run_stage(f"onnx_from_{src.kind}", src, to_onnx_config(src.kind), gates=gates, cache=cache)
-    if src.kind != "onnx":
-        raise UsageError(f"{src.path} is {src.kind} already; give the ONNX file or the source that it was made from")
-    if not src.history:
-        check_runs(src)
-    return src

@@ -11,6 +11,9 @@ from accel.artifact import finite_json
 if TYPE_CHECKING:
     import numpy as np
 
+# A relative error that rounding can add up to; what is wrong is further off.
+ROUNDING = 1e-2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact, text_sha256
 from accel.cache import StageCache
-from accel.errors import AccelError, BadData, BadInputSpec, BadSource, ChildCrashed, RunFailed, shortened
+from accel.errors import AccelError, BadData, BadInputSpec, BadSource, ChildCrashed, GateFailed, RunFailed, shortened
 from accel.progress import report
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, TensorSpec
 from accel.sources.output_specs import step_advice
 from accel.stage import path_sha256
+from accel.verify.compare import ROUNDING, compare
 from accel.verify.data import data_files, open_npz
 from accel.verify.gates import case_name, cast_feeds, gate_runtime
 from accel.verify.stream import SampleStream
@@ -43,29 +46,79 @@ def check_runs(src: Artifact) -> None:
                 raise BadInputSpec(f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}){fix}") from error
 
 
-def check_samples(src: Artifact, data: Path, limit: int | None = None, cache: StageCache | None = None) -> None:
+@dataclass(frozen=True)
+class Furthest:
+    """Where a model is furthest from its source: ``rel_l2`` is ||model - source||₂ / ||source||₂ of the output
+    ``output`` on the samples ``where``."""
+
+    rel_l2: float = 0.0
+    output: str = ""
+    where: str = ""
+
+
+def check_samples(
+    src: Artifact,
+    data: Path,
+    limit: int | None = None,
+    cache: StageCache | None = None,
+    *,
+    source: Artifact | None = None,
+    tolerance: float = ROUNDING,
+) -> Furthest:
     """Run ``src`` on the first ``limit`` samples of ``data`` (None: all), before anything is made from either. With a
     ``cache`` what ran once is not run again.
 
-    Raises ``BadData`` with the first sample on which it fails, and the input that holds what it doesn't take.
+    ``source``: what ``src`` was exported from. It runs beside it: the gate of an export knows random numbers, and a
+    model that decides by the values may decide otherwise on real ones. Returns where they are furthest apart.
+
+    Raises ``BadData`` with the first sample on which it fails, and the input that holds what it doesn't take;
+    ``GateFailed`` with the first samples on which an output of floats is further than ``tolerance`` from the source.
     """
-    key = text_sha256(f"{src.digest}\n{path_sha256(data)}\n{limit}")
-    if cache is not None and cache.get_record("samples", key) is not None:
-        return
+    of = source.digest if source is not None else ""
+    key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}")
+    if cache is not None and (known := cache.get_record("samples", key)) is not None:
+        return Furthest(**known)
     left = len(SampleStream(data, src.signature)) if limit is None else limit
-    with open_session(src, gate_runtime(src)) as session:
+    furthest = Furthest()
+    with ExitStack() as stack:
+        session = stack.enter_context(open_session(src, gate_runtime(src)))
+        beside = stack.enter_context(open_session(source, gate_runtime(source))) if source is not None else None
         for file in data_files(data):
             done = 0
             for feeds in SampleStream(file, src.signature).batches(_AT_ONCE, left):
                 report("running the source on the data")
-                try:
-                    session.run(cast_feeds(session, feeds))
-                except RunFailed as error:
-                    raise _bad_sample(session, file, feeds, done, error) from error
-                done += _count(src, feeds)
+                wanted = _run(beside, file, feeds, done) if beside is not None else {}
+                found = _run(session, file, feeds, done)
+                count = _count(src, feeds)
+                for one in compare(wanted, found):
+                    apart = Furthest(one.rel_l2, one.output, f"samples {done} to {done + count - 1} of {file}")
+                    if wanted[one.output].dtype.kind == "f" and not one.rel_l2 <= tolerance:
+                        raise _not_the_source(src, apart, one.problem)
+                    furthest = max(furthest, apart, key=lambda f: f.rel_l2)
+                done += count
             left -= done
     if cache is not None:
-        cache.put_record("samples", key, True)
+        cache.put_record("samples", key, asdict(furthest))
+    return furthest
+
+
+def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[str, np.ndarray]:
+    try:
+        return session.run(cast_feeds(session, feeds))
+    except RunFailed as error:
+        raise _bad_sample(session, file, feeds, before, error) from error
+
+
+def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
+    why = problem or f"off by {apart.rel_l2:.2g} of its size"
+    fix = (
+        "write what overflows there in another way (x - x.max() before an exponential, say)"
+        if problem
+        else "what it decides by values has to be in its graph: write torch.where or torch.cond (tf.where, tf.cond)"
+    )
+    return GateFailed(
+        f"on {apart.where} the ONNX form of {src.source['spec']} gives another {apart.output!r} ({why}); {fix}"
+    )
 
 
 def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[TensorSpec]) -> AccelError:

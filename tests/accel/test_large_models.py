@@ -225,8 +225,8 @@ def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch:
 
     right = stage._RUNGS["dynamo"]
 
-    def wrong(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> None:
-        right(src, config, out)
+    def wrong(src: Artifact, opset: int, out: Path) -> None:
+        right(src, opset, out)
         model = read_proto(out)
         (name,) = external_files(model)
         for tensor in model.graph.initializer:

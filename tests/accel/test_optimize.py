@@ -16,7 +16,7 @@ import pytest
 import accel
 from accel.artifact import Artifact, manifest_path
 from accel.cli.optimize import command
-from accel.errors import CannotWrite, NothingPassed, UnsupportedHere
+from accel.errors import CannotWrite, GateFailed, NothingPassed, UnsupportedHere
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.choice import fastest, likeliest
 from accel.optimizer.judge import Judge, Judgement
@@ -245,3 +245,58 @@ def test_the_manifest_holds_the_measurement(result: Any) -> None:
     session = json.loads(manifest_path(result.artifact.path).read_text())["session"]
     assert session["judgement"]["metric"] == pytest.approx(session["judgement"]["reference_metric"], abs=0.02)
     assert session["measured"]["median_ms"] > 0
+
+
+SCORES = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, decide):
+        super().__init__()
+        self.decide = decide
+
+    def forward(self, x):
+        scores = torch.logcumsumexp(x, 1)
+        return (scores > 0).long() if self.decide else scores
+
+def scores():
+    return Net(False)
+
+def decisions():
+    return Net(True)
+"""
+
+
+def _optimize_scores(factory: str, scale: float, folder: Path) -> accel.api.optimize.Optimization:  # type: ignore[name-defined]
+    (folder / "net.py").write_text(SCORES)
+    x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32) * scale
+    np.savez(folder / "data.npz", x=x)
+    spec, data = f"{folder / 'net.py'}:{factory}", folder / "data.npz"
+    return accel.optimize(
+        spec,
+        inputs=["x:float32[batch,8]"],
+        data=data,
+        precision="fp32",
+        rounds=5,
+        vary_session=False,
+        out=folder / "out",
+    )
+
+
+def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
+    """Fails if candidates are made of an ONNX form that passed the gate of the export and isn't the model on the data
+    that somebody gave: torch writes a cumulative logsumexp whose parts become 0 where the numbers are large."""
+    with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
+        _optimize_scores("scores", 300, tmp_path)
+    assert not (tmp_path / "out").exists()
+    assert _optimize_scores("scores", 1, tmp_path).warnings == ()
+
+
+def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
+    """Fails if integers that differ from the source's on somebody's data, as one of two equal scores may, aren't said,
+    or refuse the model, now or when all of it comes from the cache."""
+    for _ in range(2):
+        (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
+        assert re.search(
+            r"the ONNX form is \S+ from its source in 'output' on samples \d+ to \d+ of .*data.npz", warning
+        )

@@ -15,6 +15,9 @@ import tritonclient.grpc as triton
 from serving import FLOAT, INT64, linear, plain
 from tritonclient.utils import InferenceServerException
 
+from accel.artifact import Manifest, manifest_path
+from accel.signature import DimRange
+
 TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
 
 
@@ -58,6 +61,44 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
     assert (status, b"it takes 0..10" in answer) == (400, True)
     with pytest.raises(InferenceServerException, match="data bounds") as caught:
         ask("later", 9)
+    assert caught.value.status() == "StatusCode.INTERNAL"
+
+
+def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:
+    """Fails if a request beyond the range of a dim, at which the model fails, is called the server's failure, if one
+    that works there is refused, or if a failure within the range is called the client's."""
+    for name, declared in (("places", DimRange(1, 4, 8)), ("promised", DimRange(1, 4, 64))):
+        (tmp_path / name / "1").mkdir(parents=True)
+        made = build.artifact(
+            tmp_path / name / "1" / "model.onnx",
+            [
+                build.node("Shape", "x", "n", start=1, end=2),
+                build.node("Slice", "table zero n", "rows"),  # there are 11
+                build.node("Add", "x rows", "y"),
+            ],
+            {"x": (FLOAT, ["batch", "n", 2])},
+            {"y": (FLOAT, ["batch", "n", 2])},
+            {"table": TABLE, "zero": np.array([0])},
+            dims={"n": declared},
+        )
+        Manifest(kind="onnx", signature=made.signature, files=made.hashes(), source=made.source).write(
+            manifest_path(made.path)
+        )
+    url = f"127.0.0.1:{start(tmp_path).ports['grpc']}"
+
+    def ask(model: str, length: int) -> np.ndarray:
+        given = triton.InferInput("x", [1, length, 2], "FP32")
+        given.set_data_from_numpy(np.zeros((1, length, 2), np.float32))
+        with triton.InferenceServerClient(url) as client:
+            found: np.ndarray = client.infer(model, [given]).as_numpy("y")
+            return found
+
+    np.testing.assert_array_equal(ask("places", 10), TABLE[None, :10])
+    with pytest.raises(InferenceServerException, match=r"model 'places' fails where n is 12, beyond 8") as caught:
+        ask("places", 12)
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    with pytest.raises(InferenceServerException, match="model 'promised' failed") as caught:
+        ask("promised", 12)
     assert caught.value.status() == "StatusCode.INTERNAL"
 
 
