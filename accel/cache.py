@@ -149,14 +149,18 @@ class StageCache:
 
     def _prune(self, keep: str) -> None:
         limit = float(os.environ.get("ACCEL_CACHE_GB", _DEFAULT_GIGABYTES)) * 1e9
-        entries = sorted((e for e in self._stages.iterdir() if e.name != keep), key=lambda e: e.stat().st_mtime)
-        sizes = {e: sum(f.stat().st_size for f in e.iterdir()) for e in entries}
-        total = sum(sizes.values())
-        for entry in entries:
+        entries = []
+        for entry in self._stages.iterdir():
+            with contextlib.suppress(OSError):  # another process may remove it meanwhile
+                size = sum(file.stat().st_size for file in entry.iterdir())
+                if entry.name != keep:
+                    entries.append((entry.stat().st_mtime, size, entry))
+        total = sum(size for _, size, _ in entries)
+        for _, size, entry in sorted(entries):
             if total <= limit:
                 break
             shutil.rmtree(entry, ignore_errors=True)
-            total -= sizes[entry]
+            total -= size
 
 
 def _alive(pid: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +24,36 @@ settings.register_profile("accel", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("accel")
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run have in common."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+OneWorker = Callable[[str], AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="session")
+def one_worker(shared: Path) -> OneWorker:
+    """``with one_worker("what"):`` the other workers wait, and then find what the first of them made."""
+
+    @contextmanager
+    def alone(name: str) -> Iterator[None]:
+        with (shared / f"{name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    return alone
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _one_cache(shared: Path) -> Iterator[None]:
     """Every test uses one cache of this run, never the user's."""
     before = os.environ.get("ACCEL_CACHE_DIR")
-    os.environ["ACCEL_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["ACCEL_CACHE_DIR"] = str(shared / "cache")
     yield
     if before is None:
         del os.environ["ACCEL_CACHE_DIR"]
@@ -87,15 +114,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def minilm(models: Path, _one_cache: None) -> Artifact:
+def minilm(models: Path, one_worker: OneWorker, _one_cache: None) -> Artifact:
     """all-MiniLM-L6-v2 with its real weights, exported and simplified, largest shape 4x256."""
     from accel.api.export import export
 
-    return export(
-        "accel.examples.minilm:model",
-        out=models / "minilm.onnx",
-        dims={"batch": (1, 1, 4), "sequence": (8, 64, 256)},
-    )
+    with one_worker("minilm"):
+        return export(
+            "accel.examples.minilm:model",
+            out=models / "minilm.onnx",
+            dims={"batch": (1, 1, 4), "sequence": (8, 64, 256)},
+        )
 
 
 @pytest.fixture(scope="session")
@@ -109,13 +137,15 @@ def minilm_data(models: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def digits_weights(models: Path) -> Path:
+def digits_weights(shared: Path, one_worker: OneWorker) -> Path:
     """A net that was really trained on the digits."""
     from accel.examples import digits as example
 
-    path = models / "digits.safetensors"
-    accuracy = example.train(path, epochs=4)
-    assert accuracy > 0.95
+    path = shared / "digits.safetensors"
+    with one_worker("digits"):
+        if not path.exists():
+            accuracy = example.train(path, epochs=4)
+            assert accuracy > 0.95
     return path
 
 

@@ -241,7 +241,7 @@ def optimize(
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)
         late = budget.note([row.name for row in rows if row.out_of_time])
-        warnings = tuple(filter(None, [apart, late]))
+        warnings = tuple(filter(None, [apart, late, _not_as_asked(source, chosen, precision)]))
         notes += warnings
         if note := renaming_note(src):
             notes.append(note)
@@ -301,6 +301,17 @@ def _notes(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> 
     for reason in dict.fromkeys(row.trajectory.not_confirmed for row in rows if row.trajectory is not None):
         found += [f"mixed: the layers left float were not confirmed on a held-out half: {reason}"] if reason else []
     return found
+
+
+def _not_as_asked(source: CandidateResult, chosen: CandidateResult, precision: str | Sequence[str] | None) -> str:
+    """What to say where a precision was asked for and the source, which has another, was taken."""
+    asked = [precision] if isinstance(precision, str) else list(precision or ())
+    if chosen is not source or not asked or source.precision in asked:
+        return ""
+    return (
+        f"nothing in {' or '.join(asked)} is right and measurably faster: what was taken is the source itself"
+        f"{f', in {source.precision}' if source.precision else ''}; the table says why"
+    )
 
 
 def _plugin_note(row: CandidateResult) -> str:

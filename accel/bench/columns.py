@@ -15,15 +15,28 @@ from accel.runtimes.base import SessionOptions
 
 BenchRow = Mapping[str, Any]
 
+# Of a cell's border and padding.
+_AROUND = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """``text``: of a row, "" where it has nothing to say. ``whole``: not to be broken into lines."""
+    """``text``: of a row, "" where it has nothing to say. ``whole``: not to be broken into lines; ``readable``: into
+    lines of at least so many characters, where it is longer. ``spare``: how soon it is left out where a terminal is too
+    narrow for all; 0 never is."""
 
     title: str
     text: Callable[[BenchRow], str]
     right: bool = True
     whole: bool = False
+    readable: int = 0
+    spare: int = 0
+
+    def least_width(self, rows: Sequence[BenchRow]) -> int:
+        """Characters that it takes so that a number stays whole and a sentence can be read."""
+        titles = [self.title] if self.whole else self.title.split()
+        wide = max(len(self.text(row)) for row in rows)
+        return max(*map(len, titles), 0, min(wide, self.readable) if self.readable else wide)
 
 
 def number(value: float | None) -> str:
@@ -74,25 +87,25 @@ def _phases(row: BenchRow) -> str:
 
 
 COLUMNS = (
-    Column(title="candidate", text=lambda row: str(row["name"]), right=False),
-    Column(title="session", text=session_of, right=False),
+    Column(title="candidate", text=lambda row: str(row["name"]), right=False, readable=24),
+    Column(title="session", text=session_of, right=False, readable=12),
     Column(title="median ms", text=_figure("median_ms"), whole=True),
-    Column(title="p90 ms", text=_figure("p90_ms"), whole=True),
-    Column(title="p99 ms", text=_figure("p99_ms"), whole=True),
-    Column(title="samples/s", text=_figure("samples_per_second"), whole=True),
+    Column(title="p90 ms", text=_figure("p90_ms"), whole=True, spare=3),
+    Column(title="p99 ms", text=_figure("p99_ms"), whole=True, spare=2),
+    Column(title="samples/s", text=_figure("samples_per_second"), whole=True, spare=6),
     Column(title="speedup", text=_speedup, whole=True),
     Column(title="95% interval", text=_interval, whole=True),
     Column(title="drop", text=_formatted("drop", ".5f"), whole=True),
     Column(title="metric", text=_formatted("metric", ".4f"), whole=True),
     Column(title="MB", text=_formatted("megabytes", ".1f"), whole=True),
-    Column(title="verdict", text=lambda row: row.get("error") or row.get("verdict") or "", right=False),
-    Column(title="max abs diff", text=_formatted("max_abs_diff", ".2g")),
-    Column(title="cosine", text=_formatted("cosine", ".5f")),
-    Column(title="load ms", text=_figure("load_ms")),
-    Column(title="first run ms", text=_figure("first_run_ms")),
-    Column(title="peak MiB", text=_figure("peak_rss_mb")),
-    Column(title="J a run", text=_figure("joules_per_run")),
-    Column(title="to device / compute / to host ms", text=_phases),
+    Column(title="verdict", text=lambda row: row.get("error") or row.get("verdict") or "", right=False, readable=13),
+    Column(title="max abs diff", text=_formatted("max_abs_diff", ".2g"), spare=1),
+    Column(title="cosine", text=_formatted("cosine", ".5f"), spare=5),
+    Column(title="load ms", text=_figure("load_ms"), spare=8),
+    Column(title="first run ms", text=_figure("first_run_ms"), spare=9),
+    Column(title="peak MiB", text=_figure("peak_rss_mb"), spare=10),
+    Column(title="J a run", text=_figure("joules_per_run"), spare=7),
+    Column(title="to device / compute / to host ms", text=_phases, spare=4),
 )
 
 
@@ -110,3 +123,14 @@ def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -
         if texts - {""} and (column.title != "session" or len(texts) > 1):
             found.append(column)
     return found
+
+
+def fitting(rows: Sequence[BenchRow], columns: Sequence[Column], width: int) -> list[Column]:
+    """Those of ``columns`` that a terminal of ``width`` characters has room for, the ones most asked for first."""
+    kept = list(columns)
+    while sum(column.least_width(rows) + _AROUND for column in kept) + 1 > width:
+        least = max(kept, key=lambda column: column.spare)
+        if not least.spare:
+            break
+        kept.remove(least)
+    return kept

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel.bench import page
-from accel.bench.columns import with_values
+from accel.bench.columns import fitting, with_values
 from accel.bench.statistics import NOISY_FLOOR, Ratio, Verdict
 
 # What is quantized, however badly, is closer to its source than this; other weights aren't.
@@ -17,6 +17,7 @@ _ANOTHER_MODEL = 0.5
 
 if TYPE_CHECKING:
     import numpy as np
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
 
 
@@ -155,24 +156,42 @@ def _plain(value: Any) -> Any:
 _COLOURS = {"faster": "green", "slower": "red", "no measurable difference": "yellow"}
 
 
-def table(report: BenchReport) -> Table:
-    """The report for a terminal: a row a candidate, what was held equal above, the noise floor below."""
+def table(report: BenchReport, width: int | None = None) -> Table:
+    """The report for a terminal: a row a candidate, what was held equal above, the noise floor below; what doesn't fit
+    into ``width`` characters is named instead."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     point = report.to_json()
+    rows = point["results"]
+    columns = with_values(rows)
+    shown = columns if width is None else fitting(rows, columns, width)
+    caption = page.noise_of(point)
+    if left_out := [column.title for column in columns if column not in shown]:
+        caption += f" Too wide for this terminal: {', '.join(left_out)}; --json and -o report.html have all."
     made = Table(
         title=escape(f"{page.shape_of(point)}, {report.environment.get('cpu', '')}"),
-        caption=escape(page.noise_of(point)),
+        caption=escape(caption),
         title_justify="left",
         caption_justify="left",
     )
-    shown = with_values(point["results"])
     for column in shown:
         justify: Literal["left", "right"] = "right" if column.right else "left"
-        made.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold")
-    for row in point["results"]:
+        # Words get what the numbers leave.
+        least = None if width is None or column.readable else column.least_width(rows)
+        made.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold", width=least)
+    for row in rows:
         colour = "red" if row["error"] is not None else _COLOURS.get(row["verdict"], "")
         made.add_row(*(Text(column.text(row), style=colour if column.title == "verdict" else "") for column in shown))
     return made
+
+
+@dataclass(frozen=True)
+class AsWideAsFits:
+    """``table(report)`` for a terminal whose width is known when it is printed."""
+
+    report: BenchReport
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        yield table(self.report, options.max_width)

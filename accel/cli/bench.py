@@ -103,7 +103,7 @@ def command(
     from accel.api.bench import bench, sweep
     from accel.api.export import check_writable
     from accel.bench.page import check_ending
-    from accel.bench.report import BenchReport, Sweep, table
+    from accel.bench.report import AsWideAsFits, BenchReport, Sweep
 
     for out in outs:
         check_writable(out)
@@ -141,7 +141,7 @@ def command(
     def human() -> Any:
         from rich.console import Group
 
-        return Group(*(table(report) for report in reports))
+        return Group(*(AsWideAsFits(report) for report in reports))
 
     say.result(found.to_json(), human)
     compared = [row for report in reports for row in report.rows if row.name != report.baseline]

@@ -186,7 +186,7 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
     """Fails if what an earlier run chose stays beside the new choice: loading the folder could take either."""
     out = tmp_path / "out"
     digits.copy_to(out / "model.onnx")
-    words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
+    words = {"target": "tensorrt-rtx", "precision": precision, "compute_capabilities": ["8.6"]}
     accel.optimize(digits.path, out=out, **words)  # type: ignore[arg-type]
     assert sorted(p.name for p in out.iterdir()) == [
         "model.engine",
@@ -267,7 +267,7 @@ def decisions():
 """
 
 
-def _optimize_scores(factory: str, scale: float, folder: Path) -> accel.api.optimize.Optimization:  # type: ignore[name-defined]
+def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = "fp32") -> Any:
     (folder / "net.py").write_text(SCORES)
     x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32) * scale
     np.savez(folder / "data.npz", x=x)
@@ -300,3 +300,10 @@ def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
         assert re.search(
             r"the ONNX form is \S+ from its source in 'output' on samples \d+ to \d+ of .*data.npz", warning
         )
+
+
+def test_a_precision_that_nothing_came_of(tmp_path: Path) -> None:
+    """Fails if somebody who asks for int8 and gets the source isn't told: here there is nothing to quantize."""
+    found = _optimize_scores("scores", 1, tmp_path, "int8")
+    assert (found.chosen, found.artifact.properties["precision"]) == ("source", "fp32")
+    assert found.warnings[0].startswith("nothing in int8 is right and measurably faster: what was taken is the source")
