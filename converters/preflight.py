@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ STANDARD = "rewrite it with standard ONNX operators or export with another opset
 
 # The first compute capability that has the type.
 FIRST_WITH = {"bfloat16": (8, 0), "float8": (8, 9)}
+
+# It has none of these types, and uint8 only at the ends of a graph.
+_UNKNOWN = ("UINT16", "INT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128")
 
 # The parser walks the graph by recursion; what the largest stack it is given (1 GiB) has room for.
 LONGEST_CHAIN = 400_000
@@ -175,15 +178,42 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
         "bfloat16": "cast the model to fp16 or build for 8.0 and later",
         "float8": "use int8 or build for 8.9 and later",
     }
+    ends = {value.name for value in (*graph.input, *graph.output)}
+    for value in (*graph.input, *graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.DOUBLE:
+            yield Refusal(
+                node=value.name,
+                operator="input" if value in graph.input else "output",
+                cause="TensorRT takes float64 for float32",
+                fix="convert the model to float32 before it is exported (model.float())",
+            )
     lacking: dict[str, str] = {}
     for text in capabilities:
         have = tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else (99, 0)
         lacking |= {kind: text for kind, first in FIRST_WITH.items() if have < first}
     for node in all_nodes(graph):
+        if kind := _unknown_type(node, types, ends):
+            yield _refusal(node, f"TensorRT has no {kind}", "cast to int32, int64 or float before it")
+            continue
         kinds = {names.get(types.get(name, 0)) for name in (*node.input, *node.output)}
         for kind in sorted(k for k in kinds if k in lacking):
             yield _refusal(node, f"compute capability {lacking[kind]} has no {kind}", fixes[kind])
             break
+
+
+def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
+    """The type that ``node`` reads or writes and TensorRT hasn't; quantization has a rule of its own."""
+    from onnx import TensorProto
+
+    if node.op_type in _QDQ:
+        return ""
+    for name in (*node.input, *node.output):
+        kind: str = TensorProto.DataType.Name(types.get(name, 0))
+        if kind in _UNKNOWN:
+            return kind.lower()
+        if kind == "UINT8" and not (node.op_type == "Cast" and name in ends):
+            return "uint8 but to be cast as it comes in or goes out"
+    return ""
 
 
 def _operators(graph: onnx.GraphProto, supported: Mapping[str, bool]) -> Iterator[Refusal]:

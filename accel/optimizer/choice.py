@@ -53,8 +53,9 @@ def likeliest(rows: list[CandidateResult]) -> CandidateResult:
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
         late = "give more --budget-seconds, " if any(row.out_of_time for row in rows) else ""
-        fix = f"{late}raise --max-drop or choose --precision"
-        raise NothingPassed(f"no candidate is within the budget ({reasons}); {fix}")
+        over = "raise --max-drop or " if any(row.over_budget for row in rows) else ""
+        what = "is within the budget" if over else "could be made"
+        raise NothingPassed(f"no candidate {what} ({reasons}); {late}{over}choose another --precision or --target")
     best = min(passed, key=lambda row: UNMEASURED_ORDER.index(row.precision))
     best.reason = "not measured here; the first of fp16, int8, fp8, bf16, fp32 that is within the budget"
     for row in passed:

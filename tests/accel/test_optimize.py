@@ -186,7 +186,7 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
     """Fails if what an earlier run chose stays beside the new choice: loading the folder could take either."""
     out = tmp_path / "out"
     digits.copy_to(out / "model.onnx")
-    words = {"target": "tensorrt-rtx", "precision": precision, "compute_capabilities": ["8.6"]}
+    words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
     accel.optimize(digits.path, out=out, **words)  # type: ignore[arg-type]
     assert sorted(p.name for p in out.iterdir()) == [
         "model.engine",

@@ -150,6 +150,28 @@ def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
     assert look(eight.path, ["8.9"]) == []
 
 
+def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
+    """Fails if a type is passed that TensorRT's parser refuses, or takes for another, or one refused that it takes:
+    both as it says itself (TensorRT-RTX 1.7). uint8 may come in to be cast and go no further."""
+    refused = {"INT16", "UINT16", "UINT32", "UINT64", "DOUBLE"}
+    for kind in (*refused, "UINT8", "INT8", "INT32", "INT64", "BOOL", "FLOAT16"):
+        for cast_first in (True, False):
+            late = [node("Transpose", "x", "t"), node("Cast", "t", "y", to=FLOAT)]
+            early = [node("Cast", "x", "t", to=FLOAT), node("Transpose", "t", "y")]
+            src = artifact(
+                tmp_path / f"{kind}{cast_first}.onnx",
+                early if cast_first else late,
+                {"x": (getattr(TensorProto, kind), [2, 4])},
+                {"y": (FLOAT, [4, 2])},
+            )
+            found = look(src.path)
+            assert bool(found) == (kind in refused or (kind == "UINT8" and not cast_first)), (kind, found)
+    (double,) = look(tmp_path / "DOUBLETrue.onnx")
+    assert (double.node, double.operator, double.cause) == ("x", "input", "TensorRT takes float64 for float32")
+    with pytest.raises(EngineNotBuilt, match=r"'n_t' \(Cast\): TensorRT has no int16; cast"):
+        engine_from_onnx(open_onnx(tmp_path / "INT16True.onnx"), EngineFromOnnxConfig(), tmp_path / "m.engine")
+
+
 def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a chain that is too long for the parser, which would die of it, reaches it, or the last node of it isn't
     named with cause and fix; or if a graph of as many nodes that lie side by side is refused."""
