@@ -38,6 +38,7 @@ STAGES: tuple[Stage, ...] = (
         gives="onnx",
         suffix=".onnx",
         packages=("torch", "onnx", "onnxscript"),
+        version=2,
     ),
     Stage(
         name="onnx_from_tensorflow",

@@ -107,6 +107,8 @@ def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[st
         return session.run(cast_feeds(session, feeds))
     except RunFailed as error:
         raise _bad_sample(session, file, feeds, before, error) from error
+    except (BadSource, ChildCrashed) as error:  # TensorFlow's own
+        raise failed_on_data(error, file, feeds, session.signature.inputs) from error
 
 
 def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:

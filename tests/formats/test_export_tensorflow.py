@@ -102,6 +102,8 @@ def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path:
             accel.compare(*pair, data=folder)
     with pytest.raises(BadData, match=said):
         accel.benchmark([made], data=folder / "b.npz", rounds=5, budget_seconds=0)
+    with pytest.raises(BadData, match=said):
+        accel.optimize(tensorflow_models / "functional.keras", data=folder / "b.npz", out=tmp_path / "out")
     assert accel.compare(tensorflow_models / "functional.keras", made, data=folder / "a.npz").passed
 
 
