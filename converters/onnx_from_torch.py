@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,12 @@ FP32_LIMIT = 1e-4
 # A tracing exporter writes down the branch that the example took: it has to be right on many others.
 SEEDS = {"dynamo": 3, "legacy": 16}
 LIMITS = {"fp32": FP32_LIMIT, "fp16": 2e-2, "bf16": 1e-1}
+
+# How the two exporters say that they have no form of an operator, and the colours that one of them prints.
+_NO_OPERATOR = re.compile(
+    r"No ONNX function found for <OpOverload\(op='([^']+)'|Exporting the operator '([^']+)' to ONNX"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
     reason of every rung, ``BadInputSpec`` the dim that was declared farther than the model goes.
     """
     refused: dict[str, str] = {}
+    missing: dict[str, str] = {}
     by_values, branches = False, ""  # torch.export found that the model does something else for other values; where
     for rung in config.ladder:
         if rung not in _RUNGS:
@@ -65,6 +73,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
                 raise full from error
             by_values |= "data-dependent" in str(error)
             refused[rung] = f"{type(error).__name__}: {_first_line(error)}"
+            if found := _NO_OPERATOR.search(str(error)):
+                missing[rung] = found[1] or found[2]
         else:
             return replace(made, notes={"rung": rung, "refused": refused, **made.notes})
         _remove(out)
@@ -80,6 +90,10 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
         raise ExportFailed(
             f"{spec} takes one branch or another by the values that come in, at {branches}, and a traced file would "
             "hold the one that the example took; write torch.where or torch.cond there"
+        )
+    if len(missing) == len(config.ladder):
+        raise ExportFailed(
+            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators there"
         )
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
@@ -165,7 +179,8 @@ def _packs(src: Artifact) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = _COLOUR.sub("", str(error)).rpartition("## Exception summary")[2]  # general advice comes before it
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] if lines else "no reason given"
 
 

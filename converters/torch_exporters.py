@@ -160,7 +160,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
-        stack.enter_context(_native_stderr_aside())
+        stack.enter_context(_native_streams_aside())
         exported = stack.enter_context(_apart(out))
         torch.onnx.export(
             module,
@@ -221,17 +221,18 @@ def named(src: Artifact) -> Any:
 
 
 @contextlib.contextmanager
-def _native_stderr_aside() -> Iterator[None]:
+def _native_streams_aside() -> Iterator[None]:
     """The older exporter writes warnings, and the whole graph where it fails, from C++: past Python's streams."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # there is no such stream
-        yield
-        return
+    kept = {}
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):  # there is no such stream
+            kept[stream] = os.dup(stream)
     try:
         with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+            for stream in kept:
+                os.dup2(nowhere.fileno(), stream)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        for stream, copy in kept.items():
+            os.dup2(copy, stream)
+            os.close(copy)

@@ -345,6 +345,19 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
     assert re.search(said, ran.stderr), ran.stderr
 
 
+def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
+    """Fails if it isn't named, if a fixed size is advised, which helps nothing, or if an exporter's graph is printed."""
+    (tmp_path / "net.py").write_text(
+        OVERFLOWS + "\ndef hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
+    )
+    words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
+    ran = cli("export", f"{tmp_path / 'net.py'}:hypot", *words)
+    assert ran.code == 1
+    assert ran.stderr.count("\n") == 1
+    assert "net.py:hypot uses aten::hypot, which no exporter can write in ONNX; compute it from" in ran.stderr
+    assert (ran.stdout, *capfd.readouterr()) == ("", "", "")
+
+
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
     """Fails if a model whose other branch no example takes is exported without it, or if the line isn't named."""
     source = tmp_path / "rare.py"
