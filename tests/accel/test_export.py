@@ -346,10 +346,9 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if it isn't named, if a fixed size is advised, which helps nothing, or if an exporter's graph is printed."""
-    (tmp_path / "net.py").write_text(
-        OVERFLOWS + "\ndef hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
-    )
+    """Fails if it isn't named, if a fixed size is advised, which helps nothing, or if an exporter prints."""
+    hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
+    (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
     words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
     ran = cli("export", f"{tmp_path / 'net.py'}:hypot", *words)
     assert ran.code == 1
