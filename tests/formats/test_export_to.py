@@ -239,47 +239,6 @@ def test_onnx2tf_is_not_there(
         accel.export(digits.path, to="tflite", out=tmp_path / "x")
 
 
-def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the weights of what came back to PyTorch aren't parameters that learn."""
-    import torch
-
-    accel.export(digits.path, to="torch", out=tmp_path / "torch")
-    module = torch.export.load(tmp_path / "torch" / "model.pt2").module()
-    with np.load(digits_data[1]) as test:
-        image, label = torch.from_numpy(test["image"][:64]), torch.from_numpy(test["label"][:64])
-    wrong = (label + 1) % 10
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    losses = []
-    for _ in range(5):
-        (logits,) = module(image)
-        loss = torch.nn.functional.cross_entropy(logits, wrong)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert sum(p.numel() for p in module.parameters()) > 50_000
-    assert losses[-1] < 0.9 * losses[0]
-
-
-def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if a transformer with a dynamic length isn't one after ONNX -> PyTorch -> ONNX."""
-    accel.export(minilm.path, to="torch", out=tmp_path / "torch")
-    back = accel.export(tmp_path / "torch", out=tmp_path / "back.onnx")
-    assert back.signature.inputs == minilm.signature.inputs
-    assert accel.compare(minilm.path, back.path).passed
-
-
-def test_an_operator_that_torch_has_not(tmp_path: Path) -> None:
-    """Fails if an operator without a translation isn't named."""
-    from onnx import TensorProto, helper
-
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [3]) for n in "xy")
-    graph = helper.make_graph([helper.make_node("Celu", ["x"], ["y"])], "g", [x], [y])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "a.onnx")
-    with pytest.raises(AccelError, match=r"Celu of a\.onnx"):
-        accel.export(tmp_path / "a.onnx", to="torch", out=tmp_path / "out")
-
-
 def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if what pnnx says is cut within a sentence, or a loop of a recurrent net is advised to be simplified."""
     from onnx import TensorProto, helper, numpy_helper
