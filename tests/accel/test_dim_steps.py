@@ -107,11 +107,12 @@ def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path:
 def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if what it is traced with, two dims of one usual size being told apart, is no multiple."""
     from accel.converters import onnx_from_torch as stage
+    from accel.converters import torch_exporters
 
     dims = {"height": (16, 32, 64, 4), "width": (16, 32, 64, 4)}
     seen: list[tuple[int, ...]] = []
-    real = stage._example
-    monkeypatch.setattr(stage, "_example", lambda src: seen.append(real(src)[0].shape) or real(src))
+    real = torch_exporters.example
+    monkeypatch.setattr(torch_exporters, "example", lambda src: seen.append(real(src)[0].shape) or real(src))
     src = open_source(source, inputs=[IMAGE], dims=dims)
     stage.onnx_from_torch(src, stage.OnnxFromTorchConfig(ladder=("legacy",)), tmp_path / "m.onnx")
     assert seen == [(2, 3, 32, 36)]

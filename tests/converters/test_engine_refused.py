@@ -150,12 +150,19 @@ def test_types_that_dont_match_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
-    """Fails if the signature is copied from the source: TensorRT makes a float64 input float32 without a word."""
+    """Fails if TensorRT, which makes float64 float32 without a word, is given such a model, or if the signature of an
+    engine is copied from its source instead of read from what was built."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
-    ends = [value("x", [4, 8], TensorProto.DOUBLE)], [value("y", [4, 8], TensorProto.DOUBLE)]
-    src = opened(save(tmp_path / "double.onnx", [node], *ends))
+
+    def saved(kind: int) -> Artifact:
+        return opened(save(tmp_path / f"{kind}.onnx", [node], [value("x", [4, 8], kind)], [value("y", [4, 8], kind)]))
+
+    double = saved(TensorProto.DOUBLE)
+    with pytest.raises(EngineNotBuilt, match=r"nodes 'x' .*'y' .*: TensorRT takes float64 for float32"):
+        engine_from_onnx(double, EngineFromOnnxConfig(), tmp_path / "m.engine")
+    claimed = replace(saved(TensorProto.FLOAT), signature=double.signature)
     with pytest.raises(SignatureDrift, match="float64"):
-        run_stage("engine_from_onnx", src, EngineFromOnnxConfig(), cache=StageCache(tmp_path / "cache"))
+        run_stage("engine_from_onnx", claimed, EngineFromOnnxConfig(), cache=StageCache(tmp_path / "cache"))
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:

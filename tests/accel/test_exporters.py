@@ -1,0 +1,237 @@
+"""Models that an exporter changes, can't write, or would write as what they did once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.converters import onnx_from_torch as stage
+from accel.sources.python_object import load_object
+
+SMALL_NUMBERS = """
+import torch
+
+class Pooled(torch.nn.Module):
+    def forward(self, x, mask):
+        kept = mask.to(x.dtype)
+        return (x * kept).sum(1) / (kept.sum(1) * 1.000009 + 1e-9)
+
+def pooled():
+    return Pooled()
+
+class InPlace(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        x -= 0.5
+        x /= 0.25
+        return self.conv(x)
+
+def in_place():
+    torch.manual_seed(0)
+    return InPlace()
+"""
+
+
+def test_small_numbers_are_numbers(tmp_path: Path) -> None:
+    """Fails if what keeps a division from being by zero is taken for zero, or a factor near one for one."""
+    (tmp_path / "small.py").write_text(SMALL_NUMBERS)
+    inputs = {"x": ("float32", ("batch", 8)), "mask": ("int64", ("batch", 8))}
+    made = accel.export(f"{tmp_path / 'small.py'}:pooled", inputs=inputs, out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        (found,) = session.run({"x": np.ones((2, 8), np.float32), "mask": np.array([[0] * 8, [1] * 8])}).values()
+    np.testing.assert_allclose(found, [0, 1 / 1.000009], rtol=2e-7)
+
+
+OVERFLOWS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+def logsigmoid():
+    return Net(torch.nn.functional.logsigmoid)
+
+def logaddexp():
+    return Net(lambda x: torch.logaddexp(x, x.flip(1)))
+"""
+
+
+@pytest.mark.parametrize("factory", ["logsigmoid", "logaddexp"])
+def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
+    """Fails if a logarithm of exponentials is infinite, or no number, where PyTorch's isn't, or coarser than that: the
+    gate's own inputs are too small to show it."""
+    (tmp_path / "scores.py").write_text(OVERFLOWS)
+    made = accel.export(f"{tmp_path / 'scores.py'}:{factory}", inputs=["x:float32[batch,4]"], out=tmp_path / "m.onnx")
+    net = load_object(f"{tmp_path / 'scores.py'}:{factory}", "factory")[1]()
+    x = np.array(
+        [[300, -300, 12, -1e-3], [np.inf, -np.inf, -20, 20], [1e30, -1e30, 1e30, 7], [0, 0, -8, -8]], np.float32
+    )
+    x = np.concatenate([x, np.full((2, 4), [[np.inf], [-np.inf]], np.float32)])
+    with accel.load(made) as session:
+        found = session.run({"x": x})["output"]
+    np.testing.assert_allclose(found, net(torch.from_numpy(x.astype(np.float64))).numpy(), rtol=1e-6, atol=1e-38)
+
+
+def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
+    """Fails if the samples are another model's input after the first run, so that a right export is called wrong."""
+    (tmp_path / "small.py").write_text(SMALL_NUMBERS)
+    source = f"{tmp_path / 'small.py'}:in_place"
+    made = accel.export(source, inputs={"x": ("float32", ("batch", 3, 8, 8))}, out=tmp_path / "m.onnx")
+    assert made.notes.get("rung", "dynamo") == "dynamo"
+    with accel.load(source, inputs={"x": ("float32", ("batch", 3, 8, 8))}) as session:
+        feeds = session.example_inputs(batch=2)
+        given = feeds["x"].copy()
+        first, again = session.run(feeds), session.run(feeds)
+    np.testing.assert_array_equal(feeds["x"], given)
+    np.testing.assert_array_equal(*first.values(), *again.values())
+
+
+CHANGING = """
+import torch
+
+class Drawn(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count
+
+class Complex(torch.nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("Drawn", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
+        ("Counted", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
+        ("Complex", r"'output' has unknown dtype 'complex64'; give its real and imaginary parts .* torch.view_as_real"),
+    ],
+)
+def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, cli: Any) -> None:
+    """Fails if somebody whose model draws numbers, keeps a state or returns complex ones is told to try other sizes."""
+    (tmp_path / "changing.py").write_text(CHANGING)
+    ran = cli(
+        "export", f"{tmp_path / 'changing.py'}:{factory}", "--input", "x:float32[batch,8]", "-o", tmp_path / "m.onnx"
+    )
+    assert (ran.code, len(ran.stderr.splitlines())) == (2, 1), ran.stderr
+    assert re.search(said, ran.stderr), ran.stderr
+
+
+def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
+    """Fails if it isn't named, if a fixed size is advised, which helps nothing, or if an exporter prints."""
+    hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
+    (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
+    words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
+    ran = cli("export", f"{tmp_path / 'net.py'}:hypot", *words)
+    assert ran.code == 1
+    assert ran.stderr.count("\n") == 1
+    assert "net.py:hypot uses aten::hypot, which no exporter can write in ONNX; compute it from" in ran.stderr
+    assert (ran.stdout, *capfd.readouterr()) == ("", "", "")
+
+
+def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
+    """Fails if a model whose other branch no example takes is exported without it, or if the line isn't named."""
+    source = tmp_path / "rare.py"
+    source.write_text(
+        "import torch\n"
+        "class Rare(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if x.abs().max() > 100:\n"
+        "            x = x / 100\n"
+        "        return super().forward(x)\n"
+        "def make():\n"
+        "    return Rare(4, 2)\n"
+    )
+    ran = cli("export", f"{source}:make", "--input", "x:float32[batch,4]", "-o", tmp_path / "rare.onnx", "-q")
+    assert ran.code == 1
+    assert len(ran.stderr.splitlines()) == 1
+    assert "at rare.py:4" in ran.stderr
+    assert "torch.where or torch.cond" in ran.stderr
+    assert list(tmp_path.glob("rare.onnx*")) == []
+
+
+PACKED = """
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+class Tagger(torch.nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(30, 8, padding_idx=0)
+        self.rnn = torch.nn.GRU(8, 6, batch_first=True, bidirectional=True)
+        self.last = last
+
+    def forward(self, ids):
+        lengths = (ids != 0).sum(1).clamp(min=1).cpu()
+        packed = pack_padded_sequence(self.words(ids), lengths, batch_first=True, enforce_sorted=False)
+        output, hidden = self.rnn(packed)
+        if self.last:
+            return torch.cat([hidden[0], hidden[1]], dim=1)
+        return pad_packed_sequence(output, batch_first=True)[0].sum(1)
+
+def last():
+    return Tagger(True)
+
+def every():
+    return Tagger(False)
+"""
+
+
+@pytest.mark.parametrize("factory", ["last", "every"])
+def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
+    """Fails if a packed sequence of uneven lengths isn't exported, by its last state or by its outputs, if the padding
+    counts in the file, if what is added for the exporter stays an output, or if the exporter's own words get out."""
+    (tmp_path / "packed.py").write_text(PACKED)
+    spec = f"{tmp_path / 'packed.py'}:{factory}"
+    out = tmp_path / "m.onnx"
+    ran = cli("export", spec, "--input", "ids:int64[batch,sequence]{0..29}", "-o", out, "-q")
+    assert ran.code == 0, ran.stderr
+    assert "Torch IR graph" not in capfd.readouterr().err
+    ids = np.array([[3, 4, 0, 0, 0], [5, 6, 7, 8, 9], [1, 0, 0, 0, 0]])
+    with accel.load(spec, inputs=["ids:int64[batch,sequence]{0..29}"]) as one, accel.load(out) as other:
+        wanted, found = one.run({"ids": ids}), other.run({"ids": ids})
+    assert list(found) == list(wanted) == ["output"]
+    np.testing.assert_allclose(found["output"], wanted["output"], atol=1e-5)
+
+
+def test_a_packed_sequence_that_no_exporter_does(
+    tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a model that packs and can't be exported isn't told that this is why, in one sentence with the fix."""
+    (tmp_path / "packed.py").write_text(PACKED)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("vector::_M_range_check")
+
+    monkeypatch.setitem(stage._RUNGS, "legacy", broken)
+    words = ["--input", "ids:int64[batch,sequence]{0..29}", "-o", tmp_path / "m.onnx", "-q"]
+    ran = cli("export", f"{tmp_path / 'packed.py'}:last", *words)
+    assert ran.code == 1
+    assert len(ran.stderr.splitlines()) == 1
+    assert "pack_padded_sequence" in ran.stderr
+    assert "take its outputs by the lengths or a mask" in ran.stderr
+    assert "one size instead of a dynamic one" not in ran.stderr
