@@ -245,7 +245,13 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
         raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as that")
-    converted = value.astype(wanted)
+    with np.errstate(over="ignore"):
+        converted = value.astype(wanted)
+    if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():
+        raise BadData(
+            f"{file}: {name!r} holds {value.dtype} numbers too large for {spec.dtype} in sample "
+            f"{start + int(np.argwhere(lost)[0, 0])}; scale them"
+        )
     if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
         raise BadData(f"{file}: {name!r} holds numbers that don't fit {spec.dtype}")
     return converted

@@ -73,6 +73,7 @@ def corpus(tmp_path: Path) -> Path:
     nan[3, 1] = np.nan
     np.savez(tmp_path / "good.npz", x=x)
     np.savez(tmp_path / "nan.npz", x=nan)
+    np.savez(tmp_path / "huge.npz", x=np.where(np.arange(32).reshape(8, 4) == 22, 1e39, 0.0))
     np.savez(tmp_path / "names.npz", y=x)
     np.savez(tmp_path / "dtype.npz", x=x.astype("U3"))
     np.savez(tmp_path / "shape.npz", x=np.ones((8, 5), np.float32))
@@ -104,6 +105,7 @@ CASES: list[tuple[tuple[str, ...], int, str]] = [
     (("optimize", "{d}/opset99.onnx", "-o", "{d}/out"), 2, "opset"),
     ((*OPTIMIZE, "--data", "{d}/gone.npz"), 2, "does not exist; check --data"),
     ((*OPTIMIZE, "--data", "{d}/nan.npz"), 2, "NaN or infinity in sample 3"),
+    ((*OPTIMIZE, "--data", "{d}/huge.npz"), 2, "holds float64 numbers too large for float32 in sample 5; scale them"),
     ((*OPTIMIZE, "--data", "{d}/names.npz"), 2, "has no array 'x' (it has y)"),
     ((*OPTIMIZE, "--data", "{d}/dtype.npz"), 2, "the model takes float32"),
     ((*OPTIMIZE, "--data", "{d}/shape.npz"), 2, "has shape [8, 5], the model takes x:float32[batch,4]"),
