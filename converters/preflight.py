@@ -179,14 +179,15 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
         "float8": "use int8 or build for 8.9 and later",
     }
     ends = {value.name for value in (*graph.input, *graph.output)}
-    for value in (*graph.input, *graph.output):
-        if value.type.tensor_type.elem_type == TensorProto.DOUBLE:
-            yield Refusal(
-                node=value.name,
-                operator="input" if value in graph.input else "output",
-                cause="TensorRT takes float64 for float32",
-                fix="convert the model to float32 before it is exported (model.float())",
-            )
+    for role, values in (("input", graph.input), ("output", graph.output)):
+        for value in values:
+            if value.type.tensor_type.elem_type == TensorProto.DOUBLE:
+                yield Refusal(
+                    node=value.name,
+                    operator=role,
+                    cause="TensorRT takes float64 for float32",
+                    fix="convert the model to float32 before it is exported (model.float())",
+                )
     lacking: dict[str, str] = {}
     for text in capabilities:
         have = tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else (99, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.api.export import to_onnx_config
+from accel.api.export import TO_ONNX, to_onnx_config, usual_limit
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import UsageError
@@ -55,16 +55,11 @@ def as_onnx(
     Raises what ``accel.export`` raises, ``UsageError`` for what comes after ONNX, ``BadInputSpec`` for a foreign ONNX
     file that doesn't run at its own sizes.
     """
-    from accel.converters.onnx_from_torch import LIMITS
-
     src = open_source(model, inputs=inputs, weights=weights, dims=dims, tensorflow=tensorflow)
-    if src.kind in ("torch", "tensorflow", "tflite"):
-        from accel.converters.onnx_from_tflite import TFLITE_INT8_LIMIT
-
-        precision = src.properties.get("precision", "fp32")
-        limit = TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision]
+    if src.kind in TO_ONNX:
+        limit = usual_limit(src)
         config, gates = to_onnx_config(src.kind), [OutputGate(limit=limit)]
-        made = run_stage(f"onnx_from_{src.kind}", src, config, gates=gates, cache=cache)
+        made = run_stage(TO_ONNX[src.kind], src, config, gates=gates, cache=cache)
         return Exported(artifact=made, source=src, limit=limit)
     if src.kind != "onnx":
         raise UsageError(f"{src.path} is {src.kind} already; give the ONNX file or the source that it was made from")

@@ -33,7 +33,7 @@ FORMATS = {
 }
 CHANNELS = ("auto", "first", "last")
 # The stage that makes ONNX of each kind of source.
-_TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
+TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
 
 
 def export(
@@ -110,7 +110,7 @@ def export(
             "strip_training_ops": strip_training_ops,
         },
     )
-    if src.kind not in (*_TO_ONNX, "onnx"):
+    if src.kind not in (*TO_ONNX, "onnx"):
         raise UnsupportedHere(f"{source} is {src.kind}, which nothing leads back from; export what it was made of")
     if channels != "auto" and src.kind not in ("tensorflow", "tflite"):
         raise UsageError(
@@ -215,21 +215,27 @@ def _preprocessed(
 def _to_onnx(
     src: Artifact, config: StageConfig, simplify: bool, limit: float | None, cache: StageCache, out: Path | None
 ) -> Artifact:
-    from accel.converters.onnx_from_tflite import TFLITE_INT8_LIMIT
     from accel.converters.onnx_from_torch import LIMITS
     from accel.converters.simplify import SimplifyConfig
     from accel.verify.gates import OutputGate
 
-    precision = src.properties.get("precision", "fp32")
-    usual = TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision]
-    gates = [OutputGate(limit=limit or usual)]
-    stage = _TO_ONNX[src.kind]
+    gates = [OutputGate(limit=limit or usual_limit(src))]
+    stage = TO_ONNX[src.kind]
     if not simplify:
         return run_stage(stage, src, config, gates=gates, out=out, cache=cache)
     exported = run_stage(stage, src, config, gates=gates, cache=cache)
-    if precision == "int8":  # what is compared from here on are two ONNX files
+    if src.properties.get("precision") == "int8":  # what is compared from here on are two ONNX files
         gates = [OutputGate(limit=limit or LIMITS["fp32"])]
     return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
+
+
+def usual_limit(src: Artifact) -> float:
+    """How far the ONNX form of a source may be off, by its precision."""
+    from accel.converters.onnx_from_tflite import TFLITE_INT8_LIMIT
+    from accel.converters.onnx_from_torch import LIMITS
+
+    precision = src.properties.get("precision", "fp32")
+    return TFLITE_INT8_LIMIT if precision == "int8" else LIMITS[precision]
 
 
 def to_onnx_config(kind: str, **options: Any) -> StageConfig:
@@ -250,7 +256,7 @@ def to_onnx_unjudged(src: Artifact) -> Artifact:
     """``src`` as ONNX to be looked at, not to be run: no gate compares what it computes. Kept in the cache."""
     from accel.converters.simplify import SimplifyConfig
 
-    made = run_stage(_TO_ONNX[src.kind], src, to_onnx_config(src.kind))
+    made = run_stage(TO_ONNX[src.kind], src, to_onnx_config(src.kind))
     return run_stage("simplify", made, SimplifyConfig())
 
 

@@ -198,7 +198,8 @@ def optimize(
             made = sorted(made, key=likelihood)
         judge = Judge(src, Path(eval_data) if eval_data else calibration, metric, skip=0 if eval_data else samples)
         with budget.spending("running the source on the data"):
-            real = calibration or (Path(eval_data) if eval_data else None)
+            # What has no source is run on the data that judge by the judge.
+            real = calibration or (Path(eval_data) if eval_data and exported.source else None)
             apart = replace(exported, artifact=src).check(real, samples or _COMPARED_SAMPLES, cache) if real else ""
             judge.check()
         rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
@@ -241,7 +242,7 @@ def optimize(
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)
         late = budget.note([row.name for row in rows if row.out_of_time])
-        warnings = tuple(filter(None, [apart, late, _not_as_asked(source, chosen, precision)]))
+        warnings = tuple(filter(None, [apart, late, _not_as_asked(source, chosen, request.precisions)]))
         notes += warnings
         if note := renaming_note(src):
             notes.append(note)
@@ -303,9 +304,8 @@ def _notes(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> 
     return found
 
 
-def _not_as_asked(source: CandidateResult, chosen: CandidateResult, precision: str | Sequence[str] | None) -> str:
+def _not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Sequence[str] | None) -> str:
     """What to say where a precision was asked for and the source, which has another, was taken."""
-    asked = [precision] if isinstance(precision, str) else list(precision or ())
     if chosen is not source or not asked or source.precision in asked:
         return ""
     return (
