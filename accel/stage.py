@@ -46,6 +46,10 @@ class StageConfig:
     """The options of a stage. Everything that can change the result is a field; a ``Path`` counts by its content."""
 
 
+# What a relative error that isn't finite is written as, since JSON has no infinity; the note says what is so.
+NOT_FINITE = 1e30
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
     """One comparison: ``passed`` is None where this machine could not run it (``note`` says why)."""
@@ -58,6 +62,13 @@ class GateResult:
     limit: float | None
     passed: bool | None
     note: str = ""
+
+    @property
+    def finding(self) -> str:
+        """The numbers in words, or what there is in place of them."""
+        if self.value is None or self.limit is None or self.value >= NOT_FINITE:
+            return self.note
+        return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}"
 
 
 class Gate(Protocol):
@@ -214,9 +225,8 @@ def _make(
         _check_room(stage, src, folder)
         aside = _set_aside(result, out or cache.root / "rejected" / f"{stage.name}{stage.suffix}")
         error = GateFailed(
-            f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.metric} is "
-            f"{failed.value:.3g}, the limit is {failed.limit:.3g}; the file is set aside as {aside}"
-            + (f" ({failed.note})" if failed.note else "")
+            f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.finding}; the file is "
+            f"set aside as {aside}"
         )
         error.value = failed.value
         raise error

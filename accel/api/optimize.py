@@ -117,10 +117,11 @@ def optimize(
     for calibration and comparison. ``metric``: ``module:function`` or a function, ``f(outputs, data) -> float``, higher
     is better, computed on ``eval_data`` (default ``data``). ``labels``: instead of a metric, .npz with the labels of
     each sample; ``label_metric``: see ``read_labels``. ``max_drop``: how much worse than the source it may be: relative
-    loss of the metric, or without one 1 minus the mean cosine similarity of the outputs. ``profiles``: optimization
-    profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as ``8.6``. ``engine``: of its
-    build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``). ``quantize``, ``cast``: of these stages,
-    such as ``calibration=entropy`` and ``keep-fp32=Softmax`` (see ``accel.optimizer.stage_options``).
+    loss of the metric, or without one how badly the outputs agree (``accel.verify.concordance.discordance``).
+    ``profiles``: optimization profiles for engines, ``input_ids=1x8,8x128,64x512``. ``compute_capabilities``: such as
+    ``8.6``. ``engine``: of its build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
+    ``quantize``, ``cast``: of these stages, such as ``calibration=entropy`` and ``keep-fp32=Softmax`` (see
+    ``accel.optimizer.stage_options``).
 
     ``sizes``: the shape to measure at (default: a sample of the data, else the dims' usual sizes, batch 1); ``batch``:
     its batch; ``lengths``: a mix of lengths instead of one (``8,16,128``, a file of whole numbers, ``data``).

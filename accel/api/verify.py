@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, finite_json
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report
 from accel.runtimes.base import open_session, recorded_options
-from accel.signature import DimRange, Signature
+from accel.signature import BATCH, DimRange, Feeds, Signature
 from accel.sources import is_source, open_source
 from accel.sources.tensorflow_source import options_of_each
-from accel.verify.compare import Difference, compare, worst
+from accel.verify.compare import Difference, compare, holds_floats, worst
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,11 +30,14 @@ LIMITS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 2.5e-1, "fp8": 2.5e-
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """``outputs``: the worst of each number for each output over all ``cases``; ``problems``: what didn't hold."""
+    """``outputs``: the worst of each number for each output over all ``cases``. ``middle_sample``: of each output with
+    a sample on axis 0 the relative error (rel_l2) of the middle sample by itself, which the largest ones can't hide.
+    ``problems``: what didn't hold."""
 
     passed: bool
     limit: float
     outputs: dict[str, Difference]
+    middle_sample: dict[str, float]
     cases: tuple[str, ...]
     problems: tuple[str, ...]
 
@@ -43,6 +46,7 @@ class Verification:
             "passed": self.passed,
             "limit": self.limit,
             "outputs": {name: d.to_json() for name, d in self.outputs.items()},
+            "middle_sample": finite_json(self.middle_sample),
             "cases": list(self.cases),
             "problems": list(self.problems),
         }
@@ -64,15 +68,18 @@ def verify(
 
     On ``samples`` samples of ``data`` (.npz, or a folder of them), or without data on random inputs at several shapes:
     batch 1, 2 and the largest, every other dim at its ends. ``limit``: largest ||candidate - reference||₂ /
-    ||reference||₂ of any output; the default follows the candidate's precision. ``inputs``, ``weights``, ``dims``: of
-    what is a source, as in ``accel.export``; one that doesn't say what it takes gets what the other model takes.
-    ``tensorflow``: as in ``accel.benchmark``.
+    ||reference||₂ of any output, and of its middle sample alone; the default follows the candidate's precision.
+    ``inputs``, ``weights``, ``dims``: of what is a source, as in ``accel.export``; one that doesn't say what it takes
+    gets what the other model takes. ``tensorflow``: as in ``accel.benchmark``.
 
     Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit,
     or holds an integer that a model fails on.
     """
     if limit is not None and not limit >= 0:
         raise UsageError(f"a limit of {limit:g} can't be; it is a relative error, e.g. 1e-3")
+    import numpy as np
+
+    from accel.verify.concordance import sample_errors
     from accel.verify.data import widened
     from accel.verify.gates import cast_feeds, gate_runtime
     from accel.verify.runs import failed_on_data
@@ -92,24 +99,47 @@ def verify(
     found: list[list[Difference]] = []
     cases: list[str] = []
     problems: list[str] = []
+    errors: dict[str, list[np.ndarray]] = {}
     with open_session(first, gate_runtime(first)) as one, open_session(second, gate_runtime(second)) as two:
         for case, feeds in _feeds(first, second, Path(data) if data else None, samples):
             report("verify")
             try:
-                found.append(compare(one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))))
+                wanted, got = one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))
             except (RunFailed, BadSource) as error:
                 if data is None:
                     raise
                 specs = (*first.signature.inputs, *second.signature.inputs)
                 raise failed_on_data(error, Path(data), feeds, specs) from error
+            found.append(compare(wanted, got))
             cases.append(case)
+            for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
+                errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
     outputs = worst(found)
+    middle = {name: float(np.median(np.concatenate(each))) for name, each in errors.items()}
     for name, difference in outputs.items():
         if difference.problem:
             problems.append(f"output {name!r}: {difference.problem}")
         elif difference.rel_l2 > limit:
             problems.append(f"output {name!r}: rel_l2 {difference.rel_l2:.3g} is over the limit {limit:g}")
-    return Verification(passed=not problems, limit=limit, outputs=outputs, cases=tuple(cases), problems=tuple(problems))
+        elif middle.get(name, 0.0) > limit:
+            problems.append(
+                f"output {name!r}: half of the samples, each by itself, are off by {middle[name]:.3g} of their size or "
+                f"more, over the limit {limit:g}"
+            )
+    return Verification(
+        passed=not problems,
+        limit=limit,
+        outputs=outputs,
+        middle_sample=middle,
+        cases=tuple(cases),
+        problems=tuple(problems),
+    )
+
+
+def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
+    """Whether axis 0 of an output is that of the samples, and what it holds are numbers that can be a little off."""
+    samples = len(feeds[artifact.signature.inputs[0].name])
+    return holds_floats(output) and output.ndim > (BATCH not in artifact.signature.dims) and len(output) == samples
 
 
 def _open(

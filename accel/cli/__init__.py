@@ -54,7 +54,10 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+# The names alone are for click's "Did you mean".
+@click.group(
+    cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(accel.__version__, "-V", "--version", prog_name="accel")
 def group() -> None:
     """A trained model to the fastest correct form for the machine you name, with the proof."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     type=float,
     default=0.01,
     show_default=True,
-    help="How much worse than the source it may be: relative loss of the metric, else 1 - cosine of the outputs.",
+    help="How much worse than the source it may be: relative loss of the metric, else 1 - concordance of the outputs.",
 )
 @click.option(
     "--profile",

@@ -56,10 +56,11 @@ def command(
 
         verdict = "same within the limit" if found.passed else "; ".join(found.problems)
         table = Table(title=f"{candidate} against {reference}: {verdict}", title_justify="left")
-        for column in ("output", "max abs", "rel l2", "limit", "cosine (worst sample)"):
+        for column in ("output", "max abs", "rel l2", "middle sample", "limit", "cosine (worst sample)"):
             table.add_column(column, justify="left" if column == "output" else "right")
         for name, d in found.outputs.items():
-            table.add_row(name, f"{d.max_abs:.3g}", f"{d.rel_l2:.3g}", f"{found.limit:g}", f"{d.cosine:.6f}")
+            middle = f"{found.middle_sample[name]:.3g}" if name in found.middle_sample else ""
+            table.add_row(name, f"{d.max_abs:.3g}", f"{d.rel_l2:.3g}", middle, f"{found.limit:g}", f"{d.cosine:.6f}")
         return table
 
     say.result(found.to_json(), human)

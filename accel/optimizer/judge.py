@@ -17,7 +17,8 @@ from accel.progress import report
 from accel.runtimes.base import SessionOptions, open_session
 from accel.sources.python_object import load_object, raised
 from accel.stage import path_sha256
-from accel.verify.compare import compare, cosines
+from accel.verify.compare import compare
+from accel.verify.concordance import discordance
 from accel.verify.data import Dataset
 from accel.verify.gates import cast_feeds, gate_runtime
 from accel.verify.runs import check_samples
@@ -30,15 +31,18 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
+# What a drop without a metric is, for the keys of judgements: another word where it becomes another number.
+_DROP = "discordance"
+
 # Without a metric outputs are compared on this many batches at most.
 MOST_BATCHES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """``drop``: with a metric (reference - candidate) / |reference|, higher metrics being better; without one 1 minus
-    the mean cosine similarity of a sample's output with the reference (of the worst output). ``max_abs_diff``: largest
-    difference of any output value. ``judged_on``: what was run."""
+    """``drop``: with a metric (reference - candidate) / |reference|, higher metrics being better; without one the
+    ``discordance`` of the worst output. ``max_abs_diff``: largest difference of any output value. ``judged_on``: what
+    was run."""
 
     drop: float
     metric: float | None
@@ -75,7 +79,7 @@ class Judge:
 
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
         """What a judgement depends on."""
-        code = ""
+        code = _DROP
         if self.metric is not None:
             try:
                 code = inspect.getsource(self.metric)
@@ -89,8 +93,6 @@ class Judge:
 
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
         """Run ``candidate`` on the data and say how much worse it is. It has to be one that this machine can run."""
-        import numpy as np
-
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []
@@ -113,10 +115,11 @@ class Judge:
                 problem=problems[0],
             )
         if self.metric is None:
-            drop = max(1.0 - float(np.mean(_cosines(reference, outputs, name))) for name in reference[0])
-            return Judgement(
-                drop=max(0.0, drop), metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on
+            drop = max(
+                discordance([o[name] for o in reference], [o[name] for o in outputs], about_the_mean=bool(self.data))
+                for name in reference[0]
             )
+            return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
         drop = (wanted - value) / abs(wanted) if wanted else wanted - value
@@ -202,15 +205,3 @@ class Judge:
                 yield signature.example_inputs(seed=100 + index, **sizes)
             return
         yield from itertools.islice(self._stream.batches(BATCH, skip=self._skip), self._count)
-
-
-def _cosines(reference: list[dict[str, np.ndarray]], outputs: list[dict[str, np.ndarray]], name: str) -> np.ndarray:
-    """Cosine similarity of each sample (axis 0) with its reference; two zero outputs are alike."""
-    import numpy as np
-
-    found = []
-    for wanted, got in zip(reference, outputs, strict=True):
-        a, b = wanted[name].astype(np.float64), got[name].astype(np.float64)
-        # Infinities stand for masked places on both sides (compare() has checked that they match).
-        found.append(cosines(np.where(np.isfinite(a), a, 0.0), np.where(np.isfinite(b), b, 0.0)))
-    return np.concatenate(found)

@@ -132,7 +132,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
         "frontier": " ".join(f"{times.at(ms):.1f},{quality.at(v):.1f}" for ms, v in sorted(best)),
         "x_ticks": times.ticks(),
         "y_ticks": quality.ticks(),
-        "label": "metric" if by_metric else "1 - cosine (divergence)",
+        "label": "metric" if by_metric else "1 - concordance (divergence)",
         "limit": quality.at(limit) if limit > 0 or by_metric else None,
     }
 

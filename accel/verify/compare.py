@@ -93,6 +93,11 @@ def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
     return np.where(both_zero, 1.0, dots / np.where(norms == 0, 1.0, norms))
 
 
+def holds_floats(value: np.ndarray) -> bool:
+    """Whether its numbers can be a little off; bfloat16 and fp8 are of NumPy's kind V."""
+    return value.dtype.kind not in "biuOUS"
+
+
 def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndarray]) -> list[Difference]:
     """Every output of the reference, matched by name, never by position."""
     found = []

@@ -14,7 +14,7 @@ from accel.errors import AccelError, GateFailed, RunFailed, one_line
 from accel.progress import report
 from accel.runtimes.base import BaseSession, Session, default_runtime, open_session
 from accel.signature import Signature
-from accel.stage import GateResult, path_sha256
+from accel.stage import NOT_FINITE, GateResult, path_sha256
 from accel.verify.compare import Difference, compare
 from accel.verify.stream import SampleStream
 
@@ -95,7 +95,9 @@ class OutputGate:
     def _result(self, case: str, found: Difference | None, passed: bool | None, note: str) -> GateResult:
         import math
 
-        value = found.rel_l2 if found and math.isfinite(found.rel_l2) else (1e30 if found else None)
+        value = found.rel_l2 if found else None
+        if value is not None and not math.isfinite(value):
+            value, note = NOT_FINITE, note or "the reference is all zeros, and this is not"
         return GateResult(
             gate=self.name,
             case=case,

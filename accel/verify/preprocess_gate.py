@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.runtimes.base import open_session
-from accel.stage import GateResult
+from accel.stage import NOT_FINITE, GateResult
 from accel.verify.compare import compare
 from accel.verify.gates import case_name, gate_runtime
 
@@ -58,7 +58,7 @@ class PreprocessGate:
                 if self.postprocess:
                     wanted = self._after(name, scores, found)
                 for difference in compare(wanted, found):
-                    value = difference.rel_l2 if np.isfinite(difference.rel_l2) else 1e30
+                    value = difference.rel_l2 if np.isfinite(difference.rel_l2) else NOT_FINITE
                     results.append(
                         GateResult(
                             gate=self.name,

@@ -136,7 +136,7 @@ CASES: list[tuple[tuple[str, ...], int, str]] = [
     (("inspect", "{d}/good.onnx", "--check"), 1, "no manifest"),
     (("export", "{d}/metric.py:number", "-o", "{d}/o.onnx"), 2, "not callable"),
     (("export", "{d}/good.onnx", "-o", "{d}/o.onnx"), 2, "accel optimize"),
-    (("exprot",), 2, "No such command"),
+    (("exprot",), 2, "Did you mean 'export'?"),
     (("export",), 2, "Missing argument"),
 ]
 MISTYPED = ("exprot", "export")

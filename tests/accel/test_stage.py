@@ -70,6 +70,7 @@ def planted(src: Artifact, config: PlantedConfig, out: Path) -> Artifact:
         "ir": lambda: affine_model(ir=9),
         "name": lambda: affine_model(name="z"),
         "wrong": lambda: _with_constant(affine_model(), "one", 1.01),
+        "infinite": lambda: _with_constant(affine_model(), "one", float("inf")),
         "nothing": affine_model,
     }
     if config.fault == "raises":
@@ -187,6 +188,14 @@ def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> 
     with pytest.raises(GateFailed):
         run(source, "wrong", out)
     assert CALLS == ["wrong", "wrong"], "a failed stage must not be taken from the cache"
+
+
+def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
+    """Fails if infinities are told as a number, "1e+30", that nobody computed."""
+    with pytest.raises(GateFailed) as error:
+        run(source, "infinite", tmp_path / "out.onnx")
+    assert "4 values are NaN or infinite where the reference is not; the file is set aside" in str(error.value)
+    assert "e+30" not in str(error.value)
 
 
 def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:

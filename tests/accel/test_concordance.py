@@ -1,0 +1,118 @@
+"""How well outputs agree sample by sample: what large samples would hide from a norm over all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from accel.optimizer.judge import Judge
+from accel.sources import open_source
+from accel.verify.concordance import discordance, sample_errors
+
+vectors = hnp.arrays(np.float64, st.tuples(st.integers(1, 6), st.integers(2, 5)), elements=st.floats(-100, 100))
+
+
+@given(vectors, st.floats(0.1, 10))
+def test_of_vectors(value: np.ndarray, factor: float) -> None:
+    """Fails if equal outputs differ, a wrong scale is forgiven, or vectors of one norm are judged by anything but their
+    direction."""
+    assert discordance([value], [value]) == 0
+    value = value[np.abs(value).max(axis=1) > 1e-3]
+    if not len(value):
+        return
+    scaled = discordance([value], [value * factor])
+    assert scaled == pytest.approx(1 - 2 * factor / (1 + factor**2), abs=1e-9)
+    turned = value[:, ::-1]
+    cosine = (value * turned).sum(axis=1) / (value**2).sum(axis=1)
+    assert discordance([value], [turned]) == pytest.approx(1 - cosine.mean(), abs=1e-9)
+
+
+def test_batches_of_other_lengths() -> None:
+    """Fails if samples of a short batch count for less, or lengths have to be equal."""
+    short, long = np.ones((3, 2)), np.ones((1, 200))
+    assert discordance([short, long], [short, -long]) == pytest.approx(2 / 4)
+
+
+def test_one_number_a_sample() -> None:
+    """Fails if the sign is all that counts, the many small samples are drowned by the few large ones, or an output that
+    follows none of the differences between the samples is taken for right."""
+    prices = np.random.default_rng(0).lognormal(0, 3, (256, 1)).astype(np.float32)
+    step = prices.max() / 127
+    assert discordance([prices], [prices * 1.01]) < 1e-3
+    assert discordance([prices], [prices * 3]) > 0.3
+    assert discordance([prices], [np.round(prices / step) * step]) == 1
+    years = np.float32(2000) + 100 * np.random.default_rng(1).random((64,), np.float32)
+    assert discordance([years], [np.full_like(years, years.mean())]) == pytest.approx(1)
+    assert discordance([years], [np.full_like(years, years.mean())], about_the_mean=False) < 1e-3
+    # Of numbers that hardly differ nothing can be followed.
+    alike = np.float32(1) + np.float32(1e-6) * years
+    assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
+
+
+@given(hnp.arrays(np.float64, 20, elements=st.floats(-10, 10)), st.integers(0, 9))
+def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
+    """Fails if what all samples say together isn't the formula of the paper, with its 1/n."""
+    noise = np.random.default_rng(seed).normal(0, 1e-3 * (1 + np.abs(value).max()), 20)
+    if value.std() < 0.1:
+        return
+    got = value + noise + 0.1 * value.std()
+    cov = np.cov(value, got, bias=True)
+    lin = 2 * cov[0, 1] / (cov[0, 0] + cov[1, 1] + (value.mean() - got.mean()) ** 2)
+    middle = np.median((value - got) ** 2 / (value**2 + got**2))
+    assert discordance([value], [got]) == pytest.approx(max(middle, 1 - lin), abs=1e-9)
+
+
+def test_what_isnt_float() -> None:
+    """Fails if class numbers are compared as quantities, strings can't be, or bfloat16 is taken for whole numbers."""
+    assert discordance([np.array([1, 2, 3, 900])], [np.array([1, 2, 4, 900])]) == 0.25
+    assert discordance([np.array(["a", "b"])], [np.array(["a", "c"])]) == 0.5
+    narrow = np.linspace(1, 9, 64, dtype=np.float32)[:, None]
+    assert discordance([narrow.astype(ml_dtypes.bfloat16)], [narrow]) < 1e-4
+
+
+def test_errors_of_samples() -> None:
+    """Fails if a sample's error depends on the others, or what is 0 in the reference is divided by."""
+    reference = np.array([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1e-6, 0.0]])
+    candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    assert sample_errors(reference, candidate).tolist() == [1.0, 0.0, np.inf, 1.0]
+
+
+def _rounding(path: Path, step: float) -> Path:
+    """y = x in steps of ``step``, of one number a sample: what int8 makes of an output."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch, 1] x) => (float[batch, 1] y) '
+        f"<float s = {{{step:g}}}> {{ a = Div(x, s) b = Round(a) y = Mul(b, s) }}"
+    )
+    onnx.save(model, path)
+    return path
+
+
+def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
+    """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because a few large ones are
+    right."""
+    prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
+    prices[::8] = 100  # one in each batch
+    np.savez(tmp_path / "prices.npz", x=prices)
+    fine = _rounding(tmp_path / "fine.onnx", 1e-6)
+    coarse = _rounding(tmp_path / "coarse.onnx", 100 / 127)
+    words = ("verify", fine, coarse, "--data", tmp_path / "prices.npz", "--limit", "0.25")
+    ran = cli(*words, "--json")
+    assert ran.code == 1
+    found = json.loads(ran.stdout)
+    assert found["outputs"]["y"]["rel_l2"] < 0.01  # all that was looked at, once
+    assert found["middle_sample"]["y"] == 1
+    assert "half of the samples, each by itself, are off by 1 of their size or more" in found["problems"][0]
+    assert "middle sample" in cli(*words).stdout
+    assert cli("verify", fine, fine, "--data", tmp_path / "prices.npz").code == 0
+    judge = Judge(open_source(fine), tmp_path / "prices.npz", None)
+    assert judge.judge(open_source(coarse), {}).drop == 1
+    assert judge.judge(open_source(_rounding(tmp_path / "other.onnx", 1e-3)), {}).drop < 0.01
