@@ -18,6 +18,8 @@ from tritonclient.grpc import service_pb2
 
 from accel.serve.process import keep_freed_memory
 
+DTYPES = {"FP32": np.float32, "INT64": np.int64}
+
 
 def main(port: int, answered: str) -> None:
     keep_freed_memory()
@@ -60,8 +62,11 @@ def running(model: str) -> Callable[[Any], np.ndarray]:
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def run(request: Any) -> np.ndarray:
-        x = np.frombuffer(request.raw_input_contents[0], np.float32).reshape(request.inputs[0].shape)
-        (found,) = session.run(None, {request.inputs[0].name: x})
+        feeds = {
+            given.name: np.frombuffer(raw, DTYPES[given.datatype]).reshape(given.shape)
+            for given, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+        }
+        (found,) = session.run(None, feeds)
         return found
 
     return run

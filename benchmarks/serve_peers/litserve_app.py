@@ -9,19 +9,21 @@ import litserve
 import numpy as np
 import onnxruntime
 
+DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+
 
 class OnnxApi(litserve.LitAPI):
     def setup(self, device: str) -> None:  # noqa: ARG002
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(sys.argv[2], options, providers=["CPUExecutionProvider"])
-        self.input = self.session.get_inputs()[0]
+        self.dtypes = {given.name: DTYPES[given.type] for given in self.session.get_inputs()}
 
-    def decode_request(self, request, **_: Any) -> np.ndarray:
-        return np.asarray(request["x"], np.float32)
+    def decode_request(self, request, **_: Any) -> dict[str, np.ndarray]:
+        return {name: np.asarray(request[name], dtype) for name, dtype in self.dtypes.items()}
 
-    def predict(self, x: np.ndarray) -> np.ndarray:
-        return self.session.run(None, {self.input.name: x})[0]
+    def predict(self, feeds: dict[str, np.ndarray]) -> np.ndarray:
+        return self.session.run(None, feeds)[0]
 
     def encode_response(self, output: np.ndarray) -> dict[str, Any]:
         return {"y": output.tolist()}
