@@ -183,11 +183,11 @@ class RowBatching:
                 return found, True
         return found, False
 
-    def due(self, entry: Entry) -> float:
-        """Until when ``entry`` may wait for company."""
+    def due(self, entry: Entry, bounds: float = 1) -> float:
+        """Until when ``entry`` may wait for company, of those that wait for so many delay bounds."""
         limit = min(entry.deadline, NEVER if entry.delayed else entry.expires)
         slack = (limit - entry.arrived) / 2 if limit < NEVER else NEVER
-        return entry.arrived + min(self._delay, slack)
+        return entry.arrived + min(bounds * self._delay, slack)
 
     def _cut(self, found: list[Entry], totals: Sequence[int]) -> list[Entry]:
         """``found`` cut to a size that the model takes, where one is filled well enough."""

@@ -3,10 +3,13 @@
 The waiting requests are sorted by length and cut into batches where the sum of what the batches cost is the least: the
 best cut of the first i ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i),
 which is dynamic programming over O(n * batch) cells. The least sum also is the earliest end of the last batch, so no
-other cut of the same requests has a smaller longest wait. The batch whose oldest request may wait the shortest goes
-first, and it goes when one of the batches would be late if they were run one after the other from then on: each request
-is to be run within the delay bound, or answered where that leaves it half of the bound to wait for company. Before that
-none goes, unless as many wait as fit into one.
+other cut of the same requests has a smaller longest wait. An idle instance runs the batch whose oldest request may wait
+the shortest, but of those that can't all be in time it puts off what makes the fewest late.
+
+It runs it at once: company comes while instances are busy, and what waits for more of it makes others late. Where
+``Scheduling.eager`` is off, a batch goes when one of them would be late if they were run one after the other from then
+on: each request is to be run within the delay bound, or answered where that leaves it half of the bound to wait for
+company. Before that none goes, unless as many wait as fit into one.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 
 # How many of the waiting requests are looked at: the queue's lock is held meanwhile.
 _WINDOW = 64
+
+# A late request gives way to those that can still be in time, until it has waited for so many delay bounds, or half
+# of its own timeout or deadline.
+_PATIENCE = 3
 
 
 def best_cut(
@@ -114,6 +121,8 @@ class LengthBatchingRows(RowBatching):
             return Choice([], NEVER)
         window = max(_WINDOW, 2 * self.limit)
         found = list(islice((entry for entry in queue if entry.key == head.key), window))
+        if self.scheduling.eager:
+            return Choice(self._first(sorted(self._batches(found), key=self._urgency), now), now)
         go = hurry or sum(entry.rows for entry in found) >= self.limit_of(found)  # company enough has come
         if not go:
             # No cut costs more than each request by itself: what follows needn't be computed for each that comes.
@@ -123,6 +132,31 @@ class LengthBatchingRows(RowBatching):
         batches = sorted(self._batches(found), key=self._urgency)
         latest = now if go else self._latest(batches)
         return Choice(batches[0], now) if now >= latest else Choice([], latest)
+
+    def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
+        """Which of ``batches``, sorted by urgency, begins under a delay bound. Wherever one of them would begin late,
+        what costs most for each of its requests up to there is put off: for batches of one request that leaves the
+        fewest late (Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs").
+        Only those of the first priority are put off for one another."""
+        if not self._delay:
+            return batches[0]
+        in_time: list[list[Entry]] = []
+        end = now
+        for batch in batches:
+            if self._urgency(batch)[0] != self._urgency(batches[0])[0]:
+                break
+            due = min(map(self.due, batch))
+            if due < now:
+                if any(now >= self.due(entry, _PATIENCE) for entry in batch):
+                    return batch
+                continue
+            in_time.append(batch)
+            if end > due:
+                dearest = max(in_time, key=lambda one: self._seconds(one) / len(one))
+                in_time.remove(dearest)
+                end -= self._seconds(dearest)
+            end += self._seconds(batch)
+        return in_time[0] if in_time else batches[0]
 
     def _latest(self, batches: Sequence[Sequence[Entry]]) -> float:
         """When the first of ``batches`` has to begin so that none of them, run in this order, is late."""

@@ -55,9 +55,7 @@ class LazyGroup(click.Group):
 
 
 # The names alone are for click's "Did you mean".
-@click.group(
-    cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]}
-)
+@click.group(cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(accel.__version__, "-V", "--version", prog_name="accel")
 def group() -> None:
     """A trained model to the fastest correct form for the machine you name, with the proof."""
