@@ -10,15 +10,20 @@ from accel.verify.compare import ROUNDING, holds_floats
 if TYPE_CHECKING:
     import numpy as np
 
+# What is smaller than the largest sample by this factor, float32 can't tell from that one's rounding.
+_NOISE = 1e-6
+
 
 def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """float64[samples]: ||candidate - reference||₂ / ||reference||₂ of each sample (axis 0) of two arrays of one shape;
-    0 where both are zero, infinite where only the reference is."""
+    """float64[samples]: ||candidate - reference||₂ / ||reference||₂ of each sample (axis 0) of two arrays of one shape,
+    no norm being taken for less than the rounding of the largest; 0 where both are zero, infinite where only the whole
+    reference is."""
     import numpy as np
 
     ref, got = _rows(reference), _rows(candidate)
     apart, norms = np.linalg.norm(got - ref, axis=1), np.linalg.norm(ref, axis=1)
-    return np.where(norms == 0, np.where(apart == 0, 0.0, np.inf), apart / np.where(norms == 0, 1.0, norms))
+    size = np.maximum(norms, _NOISE * norms.max(initial=0.0))
+    return np.where(size == 0, np.where(apart == 0, 0.0, np.inf), apart / np.where(size == 0, 1.0, size))
 
 
 def discordance(
@@ -42,7 +47,7 @@ def discordance(
     if not one_number:
         return float(np.concatenate([_discordances(_rows(a), _rows(b)) for a, b in pairs]).mean())
     a, b = (np.concatenate([_rows(value) for value in values]) for values in (reference, candidate))
-    middle = float(np.median(_discordances(a, b)))
+    middle = float(np.median(_discordances(a, b, floor=_NOISE * float(np.abs(a).max()))))
     if about_the_mean and a.std() > ROUNDING * np.sqrt((a**2).mean()):
         both = a.var() + b.var() + (a.mean() - b.mean()) ** 2
         return max(middle, 1 - 2 * float(((a - a.mean()) * (b - b.mean())).mean() / both))
@@ -58,10 +63,11 @@ def _rows(value: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(wide), wide, 0.0).reshape(len(value) if value.ndim else 1, -1)
 
 
-def _discordances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float64[rows]: ||a - b||² / (||a||² + ||b||²) of each row; two that are zero agree."""
+def _discordances(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> np.ndarray:
+    """float64[rows]: ||a - b||² / (||a||² + ||b||²) of each row, that sum being at least ``floor``²; two that are
+    zero agree."""
     import numpy as np
 
-    both = (a**2).sum(axis=1) + (b**2).sum(axis=1)
+    both = np.maximum((a**2).sum(axis=1) + (b**2).sum(axis=1), floor**2)
     found: np.ndarray = ((a - b) ** 2).sum(axis=1) / np.where(both == 0, 1.0, both)
     return found

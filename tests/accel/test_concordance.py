@@ -53,6 +53,9 @@ def test_one_number_a_sample() -> None:
     years = np.float32(2000) + 100 * np.random.default_rng(1).random((64,), np.float32)
     assert discordance([years], [np.full_like(years, years.mean())]) == pytest.approx(1)
     assert discordance([years], [np.full_like(years, years.mean())], about_the_mean=False) < 1e-3
+    # Most samples are the rounding of a few.
+    residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
+    assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
     # Of numbers that hardly differ nothing can be followed.
     alike = np.float32(1) + np.float32(1e-6) * years
     assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
@@ -81,9 +84,11 @@ def test_what_isnt_float() -> None:
 
 def test_errors_of_samples() -> None:
     """Fails if a sample's error depends on the others, or what is 0 in the reference is divided by."""
-    reference = np.array([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1e-6, 0.0]])
-    candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-    assert sample_errors(reference, candidate).tolist() == [1.0, 0.0, np.inf, 1.0]
+    reference = np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0], [1e-9, 0.0]])
+    candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    # The last one is less than the rounding of the first.
+    assert sample_errors(reference, candidate).tolist() == pytest.approx([1.0, 0.0, 1.0, 2e-4])
+    assert sample_errors(np.zeros((1, 2)), np.ones((1, 2))).tolist() == [np.inf]
 
 
 def _rounding(path: Path, step: float) -> Path:
