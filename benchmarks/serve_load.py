@@ -2,8 +2,9 @@
 
     python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]
 
-VENV has mlserver, litserve and onnxruntime. The load comes from h2load (apt: nghttp2-client), which costs far less than
-a Python client; each server takes its turn in every round. For a quiet machine; only 127.0.0.1 is loaded.
+VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 has no workers with a later one). The load
+comes from h2load (apt: nghttp2-client), which costs far less than a Python client; each server takes its turn in every
+round. For a quiet machine; only 127.0.0.1 is loaded.
 
 h2load can't see an error in a gRPC call's trailers, so after each of accel's runs the server's own statistics are
 compared with what h2load counted. Whether the goals are met: serve_goals.py.

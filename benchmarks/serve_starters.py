@@ -66,11 +66,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_accel(scenario: Scenario, folder: Path, _peers: Path | None) -> contextlib.AbstractContextManager[int]:
+def start_accel(
+    scenario: Scenario, folder: Path, _peers: Path | None, processes: int = 2, instances: int = 1
+) -> contextlib.AbstractContextManager[int]:
     port = free_port()
     config = folder / "repository" / scenario.name / "config.pbtxt"
-    config.write_text(f'name: "{scenario.name}"\nmax_batch_size: 32\ndynamic_batching {{}}\n')
-    words = [sys.executable, "-m", "accel", "serve", str(folder / "repository"), "--processes", "2"]
+    text = f'name: "{scenario.name}"\nmax_batch_size: 32\ndynamic_batching {{}}\n'
+    config.write_text(text + f"instance_group {{ count: {instances} }}\n" * (instances > 1))
+    words = [sys.executable, "-m", "accel", "serve", str(folder / "repository"), "--processes", str(processes)]
     return running([*words, "--grpc-port", str(port), "--http-port", str(free_port())], port)
 
 
@@ -112,6 +115,8 @@ def start_litserve(scenario: Scenario, folder: Path, peers: Path | None) -> cont
 
 STARTERS: dict[str, Callable[[Scenario, Path, Path | None], contextlib.AbstractContextManager[int]]] = {
     "accel": start_accel,
+    "accel-one": partial(start_accel, processes=1),
+    "accel-instances": partial(start_accel, processes=1, instances=2),
     "floor": start_floor,
     "floor-model": partial(start_floor, runs=True),
     "mlserver": start_mlserver,

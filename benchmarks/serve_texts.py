@@ -34,7 +34,8 @@ import accel
 from accel.bench.environment import environment
 
 CONCURRENCIES = (1, 8, 32)
-SERVERS = ("accel", "floor-model", "mlserver", "mlserver-workers", "litserve")
+OWN = "accel-instances"
+SERVERS = ("accel-one", "accel-instances", "accel", "floor-model", "mlserver", "mlserver-workers", "litserve")
 SCENARIO = Scenario("minilm", "", (), CONCURRENCIES, SERVERS, 0)
 
 Feeds = dict[str, np.ndarray]
@@ -127,10 +128,10 @@ def measure(
         until_ready(asks[0], inputs[0])
         for concurrency in CONCURRENCIES:
             Callers(asks[:concurrency], inputs, wanted).run(seconds / 4)
-            before = settled(port, SCENARIO.name) if server == "accel" else (0, 0)
+            before = settled(port, SCENARIO.name) if server.startswith("accel") else (0, 0)
             callers = Callers(asks[:concurrency], inputs, wanted)
             rate = callers.run(seconds)
-            if server == "accel":
+            if server.startswith("accel"):
                 success, failed = (now - was for now, was in zip(settled(port, SCENARIO.name), before, strict=True))
                 callers.lost += abs(len(callers.latencies) - success) + failed
             times = sorted(callers.latencies)
@@ -168,7 +169,7 @@ def main() -> None:
         with accel.load(model) as session:
             wanted = np.concatenate([session.run(feeds)["embedding"] for feeds in inputs])
         for _ in range(options.rounds):
-            for server in SERVERS if options.peers else SERVERS[:2]:
+            for server in SERVERS if options.peers else SERVERS[:4]:
                 for concurrency, run in measure(server, folder, options.peers, inputs, wanted, options.seconds).items():
                     runs.setdefault((server, concurrency), []).append(run)
     write([row(*key, each) for key, each in runs.items()], options.peers)
@@ -191,12 +192,13 @@ def write(rows: list[Row], peers: Path | None) -> None:
     rates = {(r.server, r.concurrency): r.rates for r in rows}
     ratios = [
         Goal(
-            what=f"{concurrency} callers: accel over {other}",
+            what=f"{concurrency} callers: {OWN} over {other}",
             bound=1.0,
-            rounds=[a / b for a, b in zip(rates["accel", concurrency], rates[other, concurrency], strict=True)],
+            rounds=[a / b for a, b in zip(rates[OWN, concurrency], rates[other, concurrency], strict=True)],
         )
         for concurrency in CONCURRENCIES
-        for other in SERVERS[1:]
+        for other in SERVERS
+        if other != OWN
         if (other, concurrency) in rates
     ]
     body = {"environment": environment(2), "peers": versions(peers), "rows": [asdict(r) for r in rows]}
@@ -206,9 +208,11 @@ def write(rows: list[Row], peers: Path | None) -> None:
         "# MiniLM on texts of real lengths, beside peers",
         "",
         "Made by `python benchmarks/serve_texts.py`: one ONNX file, real texts of 2 to 256 tokens, callers that wait",
-        "for their answer before they send the next text. Two cores, the callers (Python) on them as well. accel: two",
-        "processes, batches by length. `floor-model`: bare grpcio, two processes, each text alone. `mlserver` in one",
-        "process, `mlserver-workers` with two; LitServe with two, over JSON.",
+        "for their answer before they send the next text. Two cores, the callers (Python) on them as well. All of accel's",
+        "batch by length: `accel-one` as it is where nothing is said (one session, both cores), `accel-instances` with",
+        "`instance_group { count: 2 }`, `accel` with `--processes 2`, where each connection stays with its process, and",
+        "Triton's client shares one among six callers. `floor-model`: bare grpcio, two processes, each text alone.",
+        "`mlserver` in one process, `mlserver-workers` with two; LitServe with two, over JSON.",
         "",
         "| server | callers | requests/s | rounds | p50 ms | p99 ms | wrong | lost |",
         "|---|---|---|---|---|---|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,12 +39,13 @@ MakeExecutor = Callable[..., Executor]
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How models are loaded. ``threads``: of each session where its config says nothing (0: the runtime's choice).
-    ``get``: how an ensemble finds its models. ``cache``: what every model that asks for a response cache shares.
+    """How models are loaded. ``threads``: of each session where its config says nothing (0: see ``_share``). ``cores``:
+    what the sessions of a model have to share (0: all that this process may use). ``get``: how an ensemble finds its models. ``cache``: what every model that asks for a response cache shares.
     ``limiter``: the resources that models share. ``host_policies``: cores by the name that instance groups use."""
 
     trust: Trust = field(default_factory=Trust)
     threads: int = 0
+    cores: int = 0
     warm_up: bool = True
     make: MakeExecutor = make_executor
     get: Get | None = None
@@ -71,7 +73,7 @@ def load_version(
     gpu = (get_runtime(runtime) if runtime else default_runtime(artifact)).needs_gpu
     model_config.complete(config, folder.name, signature, artifact.kind, batch_given=batch_given, gpu=gpu)
     scheduling = model_config.scheduling(config, signature, folder.path, read_profiles(artifact.properties))
-    threads = scheduling.threads or loading.threads
+    threads = scheduling.threads or loading.threads or (0 if gpu else _share(loading.cores, scheduling.instances))
     instances = iter(cores_of(config, loading.host_policies))
 
     def opened(threads: int = threads) -> Session:
@@ -110,6 +112,14 @@ def load_version(
         labels=folder.labels(config),
         files=files,
     )
+
+
+def _share(cores: int, instances: int) -> int:
+    """Threads of each of several sessions that run at the same time: each with all cores, they would take turns. 0, the
+    runtime's choice or what was recorded with the model, for the only one that may use all of them."""
+    if not cores and instances == 1:
+        return 0
+    return max(1, (cores or len(os.sched_getaffinity(0))) // instances)
 
 
 def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: ModelConfig, files: Any) -> ServedModel:

@@ -27,8 +27,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """``repository``: a folder, or an address that fsspec reads. ``grpc_port``/``http_port``: 0 takes a free one, None
-    has no such face. ``models``: loaded at first in explicit mode. ``threads``: of each session, 0 for what the runtime
-    (or the process's share of the cores) gives. ``restart``: a process of its own watches even over a single one and
+    has no such face. ``models``: loaded at first in explicit mode. ``threads``: of each session, 0 for its share of
+    ``cores``, which are those that the sessions of a model have, 0 for all that the process may use. ``restart``: a process of its own watches even over a single one and
     starts it again when it crashes. ``rate_limits``: NAME:COUNT each, ``host_policies``: NAME,cpu-cores=RANGES each.
     ``drain``: seconds that requests have to end after SIGTERM. ``trace``: the OTLP endpoint that traces of one request
     in ``trace_rate`` go to. ``tokens``, ``tls_*``, ``log_file``: paths."""
@@ -43,6 +43,7 @@ class ServeOptions:
     processes: int = 1
     restart: bool = False
     threads: int = 0
+    cores: int = 0
     grpc_threads: int = 128
     max_message: int = (1 << 31) - 1
     drain: float = 30.0
@@ -100,6 +101,7 @@ class ServeOptions:
             loading=Loading(
                 trust=Trust(insecure=self.insecure, allow_pickle=self.allow_pickle),
                 threads=self.threads,
+                cores=self.cores,
                 cache=ResponseCache(self.response_cache_bytes) if self.response_cache_bytes else None,
                 limiter=RateLimiter(_parsed("--rate-limit-resource", self.rate_limits, parse_limit)),
                 host_policies=_parsed("--host-policy", self.host_policies, parse_policy),

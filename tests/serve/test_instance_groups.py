@@ -67,6 +67,23 @@ def test_models_that_share_a_resource(
         assert found.success.count == found.received == 75
 
 
+@pytest.mark.parametrize(("count", "options", "threads"), [(1, {}, 0), (2, {}, 4), (2, {"cores": 4}, 2), (16, {}, 1),
+    (2, {"threads": 3}, 3)])  # fmt: skip
+def test_sessions_share_the_cores(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, int], threads: int
+) -> None:
+    """Fails if each of several sessions takes all cores, which makes them slower than one; if the only one isn't left
+    to what was recorded with its model; or if what was asked for isn't taken."""
+    seen = []
+    real = loading.open_session
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(loading, "open_session", lambda *given: (seen.append(given[2]), real(*given))[1])
+    linear(tmp_path / "models" / "one" / "1")
+    (tmp_path / "models" / "one" / "config.pbtxt").write_text(f"instance_group {{ count: {count} }}")
+    start(tmp_path / "models", **options)
+    assert seen == [{"threads": threads} if threads else {}] * count
+
+
 def test_what_is_refused(tmp_path: Path, start: Start) -> None:
     """Fails if a model is served whose resources or cores the server doesn't have, or a good one isn't beside it."""
     configs = {
