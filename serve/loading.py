@@ -40,8 +40,9 @@ MakeExecutor = Callable[..., Executor]
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """How models are loaded. ``threads``: of each session where its config says nothing (0: see ``_share``). ``cores``:
-    what the sessions of a model have to share (0: all that this process may use). ``get``: how an ensemble finds its models. ``cache``: what every model that asks for a response cache shares.
-    ``limiter``: the resources that models share. ``host_policies``: cores by the name that instance groups use."""
+    what the sessions of a model have to share (0: all that this process may use). ``get``: how an ensemble finds its
+    models. ``cache``: what every model that asks for a response cache shares. ``limiter``: the resources that models
+    share. ``host_policies``: cores by the name that instance groups use."""
 
     trust: Trust = field(default_factory=Trust)
     threads: int = 0
