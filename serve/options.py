@@ -28,10 +28,11 @@ T = TypeVar("T")
 class ServeOptions:
     """``repository``: a folder, or an address that fsspec reads. ``grpc_port``/``http_port``: 0 takes a free one, None
     has no such face. ``models``: loaded at first in explicit mode. ``threads``: of each session, 0 for its share of
-    ``cores``, which are those that the sessions of a model have, 0 for all that the process may use. ``restart``: a process of its own watches even over a single one and
-    starts it again when it crashes. ``rate_limits``: NAME:COUNT each, ``host_policies``: NAME,cpu-cores=RANGES each.
-    ``drain``: seconds that requests have to end after SIGTERM. ``trace``: the OTLP endpoint that traces of one request
-    in ``trace_rate`` go to. ``tokens``, ``tls_*``, ``log_file``: paths."""
+    ``cores``, which are those that the sessions of a model have, 0 for all that the process may use. ``restart``: a
+    process of its own watches even over a single one and starts it again when it crashes. ``rate_limits``: NAME:COUNT
+    each, ``host_policies``: NAME,cpu-cores=RANGES each. ``drain``: seconds that requests have to end after SIGTERM.
+    ``trace``: the OTLP endpoint that traces of one request in ``trace_rate`` go to. ``tokens``, ``tls_*``,
+    ``log_file``: paths."""
 
     repository: str
     host: str = "127.0.0.1"
