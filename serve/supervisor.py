@@ -54,7 +54,8 @@ class Supervisor:
         count = options.processes
         # A share of its own where there is a core for each: they don't push each other around.
         self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
-        self.options = replace(self.options, cores=max(1, len(cores) // count))
+        if count > 1:
+            self.options = replace(self.options, cores=max(1, len(cores) // count))
         self._key = secrets.token_bytes(32)
         self._running: dict[int, _Running] = {}
         self._served = False  # one of them has
