@@ -67,7 +67,7 @@ class GateResult:
     def finding(self) -> str:
         """The numbers in words, or what there is in place of them."""
         if self.value is None or self.limit is None or self.value >= NOT_FINITE:
-            return self.note
+            return self.note or "the reference is all zeros, and this is not"
         return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}"
 
 

@@ -138,8 +138,9 @@ def verify(
 
 def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
     """Whether axis 0 of an output is that of the samples, and what it holds are numbers that can be a little off."""
-    samples = len(feeds[artifact.signature.inputs[0].name])
-    return holds_floats(output) and output.ndim > (BATCH not in artifact.signature.dims) and len(output) == samples
+    samples = feeds[artifact.signature.inputs[0].name].shape[:1]
+    own = output.ndim > (BATCH not in artifact.signature.dims)  # a vector may be anything where no dim is the batch
+    return own and output.shape[:1] == samples and holds_floats(output)
 
 
 def _open(

@@ -24,7 +24,7 @@ from accel.cache import StageCache
 from accel.errors import CannotWrite, ChainBroken, GateFailed, SignatureDrift, StageFailed, UnsupportedHere
 from accel.signature import DimRange
 from accel.sources.onnx_file import open_onnx
-from accel.stage import StageConfig, config_json, run_stage
+from accel.stage import NOT_FINITE, GateResult, StageConfig, config_json, run_stage
 from accel.stage_table import Stage
 from accel.verify.gates import OutputGate, Outputs
 
@@ -196,6 +196,9 @@ def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
         run(source, "infinite", tmp_path / "out.onnx")
     assert "4 values are NaN or infinite where the reference is not; the file is set aside" in str(error.value)
     assert "e+30" not in str(error.value)
+    where = {"gate": "outputs", "case": "batch=1", "output": "y", "metric": "rel_l2"}
+    nothing = GateResult(**where, value=NOT_FINITE, limit=1e-4, passed=False)
+    assert nothing.finding == "the reference is all zeros, and this is not"
 
 
 def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
