@@ -138,7 +138,7 @@ def verify(
 
 def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
     """Whether axis 0 of an output is that of the samples, and what it holds are numbers that can be a little off."""
-    samples = feeds[artifact.signature.inputs[0].name].shape[:1]
+    samples = next((value.shape[:1] for value in feeds.values() if value.ndim), None)
     own = output.ndim > (BATCH not in artifact.signature.dims)  # a vector may be anything where no dim is the batch
     return own and output.shape[:1] == samples and holds_floats(output)
 

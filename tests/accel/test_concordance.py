@@ -101,6 +101,17 @@ def _rounding(path: Path, step: float) -> Path:
     return path
 
 
+def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
+    """Fails if an input without dims is asked how many samples it has."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float t, float[batch, 2] x) => (float[batch, 2] y) { y = Mul(x, t) }'
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    ran = cli("verify", tmp_path / "m.onnx", tmp_path / "m.onnx", "--json")
+    assert ran.code == 0, ran.stderr
+    assert json.loads(ran.stdout)["middle_sample"] == {"y": 0}
+
+
 def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because a few large ones are
     right."""
