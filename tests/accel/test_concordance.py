@@ -104,7 +104,8 @@ def _rounding(path: Path, step: float) -> Path:
 def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
     """Fails if an input without dims is asked how many samples it has."""
     model = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float t, float[batch, 2] x) => (float[batch, 2] y) { y = Mul(x, t) }'
+        '<ir_version: 8, opset_import: ["" : 17]> g (float t, float[batch, 2] x) => (float[batch, 2] y) '
+        "{ y = Mul(x, t) }"
     )
     onnx.save(model, tmp_path / "m.onnx")
     ran = cli("verify", tmp_path / "m.onnx", tmp_path / "m.onnx", "--json")
