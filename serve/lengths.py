@@ -121,15 +121,17 @@ class LengthBatchingRows(RowBatching):
             return Choice([], NEVER)
         window = max(_WINDOW, 2 * self.limit)
         found = list(islice((entry for entry in queue if entry.key == head.key), window))
-        if self.scheduling.eager:
-            return Choice(self._first(sorted(self._batches(found), key=self._urgency), now), now)
-        go = hurry or sum(entry.rows for entry in found) >= self.limit_of(found)  # company enough has come
+        eager = self.scheduling.eager
+        # Or company enough has come.
+        go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
             # No cut costs more than each request by itself: what follows needn't be computed for each that comes.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
         batches = sorted(self._batches(found), key=self._urgency)
+        if eager:
+            return Choice(self._first(batches, now), now)
         latest = now if go else self._latest(batches)
         return Choice(batches[0], now) if now >= latest else Choice([], latest)
 
@@ -140,10 +142,11 @@ class LengthBatchingRows(RowBatching):
         Only those of the first priority are put off for one another."""
         if not self._delay:
             return batches[0]
+        level = self._urgency(batches[0])[0]
         in_time: list[list[Entry]] = []
         end = now
         for batch in batches:
-            if self._urgency(batch)[0] != self._urgency(batches[0])[0]:
+            if self._urgency(batch)[0] != level:
                 break
             due = min(map(self.due, batch))
             if due < now:

@@ -54,7 +54,18 @@ class OutputGate:
         runtime = gate_runtime(out)
         if runtime is None:
             note = f"{out.kind} can't run on this machine; run accel verify where it can"
-            return [self._result("all", None, None, note)]
+            return [
+                GateResult(
+                    gate=self.name,
+                    case="all",
+                    output="*",
+                    metric="rel_l2",
+                    value=None,
+                    limit=None,
+                    passed=None,
+                    note=note,
+                )
+            ]
         results: list[GateResult] = []
         with ExitStack() as stack:
             reference, candidate = Outputs(src, gate_runtime(src), stack), Outputs(out, runtime, stack)
@@ -73,7 +84,7 @@ class OutputGate:
                         raise
                     reason = one_line(error)
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
-                results += [self._result(case, d, d.rel_l2 <= self.limit, d.problem) for d in compare(wanted, found)]
+                results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
         return results
 
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
@@ -92,22 +103,21 @@ class OutputGate:
         for index, batch in enumerate(dataset.batches(4, self.samples) if dataset else ()):
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
-    def _result(self, case: str, found: Difference | None, passed: bool | None, note: str) -> GateResult:
-        import math
 
-        value = found.rel_l2 if found else None
-        if value is not None and not math.isfinite(value):
-            value = NOT_FINITE
-        return GateResult(
-            gate=self.name,
-            case=case,
-            output=found.output if found else "*",
-            metric="rel_l2",
-            value=value,
-            limit=self.limit if found else None,
-            passed=passed,
-            note=note,
-        )
+def output_result(gate: str, case: str, found: Difference, limit: float) -> GateResult:
+    """What a gate says of one output: its relative error against the limit."""
+    import math
+
+    return GateResult(
+        gate=gate,
+        case=case,
+        output=found.output,
+        metric="rel_l2",
+        value=found.rel_l2 if math.isfinite(found.rel_l2) else NOT_FINITE,
+        limit=limit,
+        passed=found.rel_l2 <= limit,
+        note=found.problem,
+    )
 
 
 def what_both_take(src: Signature, out: Signature) -> Signature:

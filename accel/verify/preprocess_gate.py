@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.runtimes.base import open_session
-from accel.stage import NOT_FINITE, GateResult
+from accel.stage import GateResult
 from accel.verify.compare import compare
-from accel.verify.gates import case_name, gate_runtime
+from accel.verify.gates import case_name, gate_runtime, output_result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,8 +40,6 @@ class PreprocessGate:
 
     def check(self, src: Artifact, out: Artifact) -> Sequence[GateResult]:
         """One result an output and case."""
-        import numpy as np
-
         results = []
         with ExitStack() as stack:
             old = stack.enter_context(open_session(src, gate_runtime(src)))
@@ -57,20 +55,7 @@ class PreprocessGate:
                 wanted = {name: scores, **dict(rest)}
                 if self.postprocess:
                     wanted = self._after(name, scores, found)
-                for difference in compare(wanted, found):
-                    value = difference.rel_l2 if np.isfinite(difference.rel_l2) else NOT_FINITE
-                    results.append(
-                        GateResult(
-                            gate=self.name,
-                            case=case_name(sizes),
-                            output=difference.output,
-                            metric="rel_l2",
-                            value=value,
-                            limit=self.limit,
-                            passed=value <= self.limit,
-                            note=difference.problem,
-                        )
-                    )
+                results += [output_result(self.name, case_name(sizes), d, self.limit) for d in compare(wanted, found)]
         return results
 
     def _on_the_host(self, raw: np.ndarray) -> np.ndarray:

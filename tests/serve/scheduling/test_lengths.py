@@ -155,6 +155,16 @@ class TimedSession(TextSession):
         return super().run(feeds)
 
 
+def timed(clock: FakeClock, costs: CostTable, *, eager: bool = True) -> tuple[QueuedExecutor, TimedSession]:
+    session = TimedSession(costs, clock)
+    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=eager, lengths=LENGTHS, max_delay_us=100_000)
+    executor = make_executor(
+        TEXT, scheduling, lambda: session, name="m", version="1", clock=clock, start=False, costs=costs
+    )
+    assert isinstance(executor, QueuedExecutor)
+    return executor, session
+
+
 @pytest.mark.parametrize("eager", [True, False])
 def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
     """A simulated stream of texts at half of what the model can do. Fails if a request is only looked at when it has
@@ -162,12 +172,7 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
     or if waiting for company brings none."""
     clock = FakeClock()
     costs = CostTable((1, 8), (1, 64), ((0.004, 0.02), (0.008, 0.12)))
-    session = TimedSession(costs, clock)
-    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=eager, lengths=LENGTHS, max_delay_us=100_000)
-    executor = make_executor(
-        TEXT, scheduling, lambda: session, name="m", version="1", clock=clock, start=False, costs=costs
-    )
-    assert isinstance(executor, QueuedExecutor)
+    executor, session = timed(clock, costs, eager=eager)
     rng = np.random.default_rng(0)
     instants = list(clock.now + np.cumsum(rng.exponential(0.014, 600)))
     lengths = np.clip(rng.lognormal(2.5, 0.9, 600), 1, 64).astype(int)
@@ -192,20 +197,10 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
 STEEP = CostTable((1, 8), (1, 64), ((0.00125, 0.08), (0.01, 0.64)))
 
 
-def steep(clock: FakeClock) -> tuple[QueuedExecutor, TimedSession]:
-    session = TimedSession(STEEP, clock)
-    scheduling = Scheduling(max_batch_size=8, dynamic=True, lengths=LENGTHS, max_delay_us=100_000)
-    executor = make_executor(
-        TEXT, scheduling, lambda: session, name="m", version="1", clock=clock, start=False, costs=STEEP
-    )
-    assert isinstance(executor, QueuedExecutor)
-    return executor, session
-
-
 def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
     """Fails if the order in which requests are due is kept where it makes one late that needn't be."""
     clock = FakeClock()
-    executor, session = steep(clock)
+    executor, session = timed(clock, STEEP)
     callers = [Caller(executor, replace(text(i, n), inline=False)) for i, n in enumerate((64, 4))]
     clock.now += 0.06
     run_all(executor)
@@ -218,7 +213,7 @@ def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: flo
     """Fails if those that can still be in time go before a late one however long it waits, or before one that has a
     deadline of its own."""
     clock = FakeClock()
-    executor, session = steep(clock)
+    executor, session = timed(clock, STEEP)
     request = replace(text(0, 64), inline=False)
     late = Caller(executor, replace(request, deadline=clock.now + deadline) if deadline else request)
     clock.now += 0.15
