@@ -41,15 +41,6 @@ SAMPLES = 64
 CHOICE = "accel's choice"
 # What is to be shown.
 GOAL_SPEEDUP, GOAL_LOSS = 7.0, 0.01
-# Said on the page, as no row of it can say it.
-WHY_NOT_MORE = (
-    "Why int8 isn't further ahead of eager: in large products this CPU computes int8 7.3 times as fast as fp32 (1372 "
-    "GFLOP/s beside 188), which is the most that a model of nothing else could gain on an eager PyTorch that ran them "
-    "at that rate (EfficientNet-Lite0 gains more as eager loses most of its time around the products); what isn't a "
-    "product (softmax, normalisations, GELU) stays in float, most of all in MiniLM. On the same machine in a quieter "
-    "hour NNCF + OpenVINO int8 by hand took ResNet-50 to 7.2 and 6.7 times eager (batch 1 and 8) and a BERT of six "
-    "layers to 6.0 and 5.8 times: 6.4 in the geometric mean."
-)
 
 
 def main() -> None:
@@ -211,7 +202,8 @@ def markdown(body: dict[str, Any]) -> str:
     shared = {tuple(machine[:-1]) for machine in machines.values()}
     lines += [f"{line}  " for line in (shared.pop() if len(shared) == 1 else ["The machine is said with each row."])]
     lines += ["Made by `python benchmarks/cpu_latency.py`. Medians over paired blocks in separate processes.", ""]
-    lines += [goal(rows), "", WHY_NOT_MORE]
+    lines += [goal(rows)]
+    lines += ["", body["remark"]] if "remark" in body else []  # of this machine, written by hand
     for name, found in rows.items():
         chosen = found["optimize"]["chosen"]["name"]
         lines += ["", f"## {found['title']}, batch {found['batch']} (`{name}`, {found['seconds']} s)", ""]

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from result_rows import measure_rows, row_arguments
 
-from accel.bench.environment import available_cores, environment
+from accel.bench.environment import environment
+from accel.cpu import available_cores
 
 ROWS = ("accel", "optimum", "olive")
 PACKAGES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from accel.artifact import Artifact
+from accel.cpu import available_cores
 from accel.errors import AccelError, BadRepository, one_line
 from accel.runtimes.base import BaseSession, Session, default_runtime, get_runtime, open_session
 from accel.serve import model_config
@@ -120,7 +120,7 @@ def _share(cores: int, instances: int) -> int:
     runtime's choice or what was recorded with the model, for the only one that may use all of them."""
     if not cores and instances == 1:
         return 0
-    return max(1, (cores or len(os.sched_getaffinity(0))) // instances)
+    return max(1, (cores or available_cores()) // instances)
 
 
 def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: ModelConfig, files: Any) -> ServedModel:

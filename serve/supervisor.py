@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from accel.cpu import available_cores
 from accel.errors import BadRepository, UnsupportedHere
 from accel.serve.options import ServeOptions
 
@@ -55,7 +56,7 @@ class Supervisor:
         # A share of its own where there is a core for each: they don't push each other around.
         self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
         if count > 1:
-            self.options = replace(self.options, cores=max(1, len(cores) // count))
+            self.options = replace(self.options, cores=max(1, available_cores() // count))
         self._key = secrets.token_bytes(32)
         self._running: dict[int, _Running] = {}
         self._served = False  # one of them has

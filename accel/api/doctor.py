@@ -8,8 +8,9 @@ import platform
 import shutil
 from typing import Any
 
-from accel.bench.environment import available_cores, environment
+from accel.bench.environment import environment
 from accel.converters.saved_model_from_onnx import ONNX2TF
+from accel.cpu import available_cores
 from accel.runtimes.base import get_runtime, has_nvidia_gpu
 from accel.target import TARGETS
 

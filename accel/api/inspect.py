@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
     """``chain`` is empty where it wasn't asked for; ``intact`` is None then, and False where a hash doesn't hold.
-    ``kernels``: of an engine, in the order they run: name, type, dtypes, and the ONNX nodes that went into each."""
+    ``kernels``: of an engine, in the order they run: name, type, dtypes, and the ONNX nodes that went into each.
+    ``problem``: what an engine's own toolkit, where it is installed, has against it; "" for nothing."""
 
     artifact: Artifact
     bytes: int
@@ -28,6 +29,7 @@ class Inspection:
     intact: bool | None = None
     graph: dict[str, Any] = field(default_factory=dict)
     kernels: tuple[dict[str, Any], ...] = ()
+    problem: str = ""
 
     @property
     def changed(self) -> list[Link]:
@@ -47,6 +49,7 @@ class Inspection:
             "stages": [dict(record) for record in artifact.history],
             "session": dict(artifact.manifest.session) if artifact.manifest else {},
             "intact": self.intact,
+            "problem": self.problem,
             "chain": [link.to_json() for link in self.chain],
         }
 
@@ -64,8 +67,8 @@ def inspect(
 ) -> Inspection:
     """Signature, properties, history, and of everything but engines operators, parameters, FLOPs at ``sizes`` (default:
     the usual ones) and warnings; with ``check`` every hash of its chain, from the file back to the weights, computed
-    anew. What is no graph in a file (TensorFlow, TFLite, PyTorch) is counted as the ONNX that accel makes of it, which
-    a ``check`` alone doesn't ask for.
+    anew, and an engine read by its toolkit, where that is installed. What is no graph in a file (TensorFlow, TFLite,
+    PyTorch) is counted as the ONNX that accel makes of it, which a ``check`` alone doesn't ask for.
 
     ``page``: write an HTML file that shows the graph, beside that of ``against`` if given. ``graph_inputs``,
     ``graph_outputs``: tensors of a ``.pb`` or ``.meta`` (default: what looks like its ends). ``signature``: which one
@@ -88,6 +91,9 @@ def inspect(
     intact = all(link.status != "changed" for link in links) if check else None
     if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
         intact = False  # the artifact's own files have to be there
+    problem = _engine_problem(artifact) if intact and artifact.kind == "engine" else ""
+    if problem:
+        intact = False
     cheap = artifact.kind == "onnx" or (not check and artifact.kind != "engine")
     found = _read(artifact, sizes) if intact is not False and (cheap or page) else None
     graph = found.to_json() if found else {}
@@ -104,7 +110,19 @@ def inspect(
             known = {name: size for name, size in (sizes or {}).items() if name in other.signature.dims}
             drawn.append((other, _read(other, known)))
         _write_page(drawn, Path(page))
-    return Inspection(artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph, kernels=kernels)
+    return Inspection(
+        artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph, kernels=kernels, problem=problem
+    )
+
+
+def _engine_problem(engine: Artifact) -> str:
+    """What the engine's toolkit has against the file; "" where nothing, or where it isn't installed."""
+    from accel.converters.engine_from_onnx import check_engine
+    from accel.runtimes.tensorrt_toolkit import toolkit_runtime
+
+    if not toolkit_runtime(engine.properties["toolkit"]).installed:
+        return ""
+    return check_engine(engine.path) or ""
 
 
 def _open(model: str | Path | Artifact, tensorflow: Mapping[str, Any], warnings: list[str]) -> Artifact:

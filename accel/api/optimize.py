@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel.api.as_onnx import as_onnx
 from accel.api.export import check_writable, open_cache
 from accel.artifact import Artifact
-from accel.bench.environment import available_cores
+from accel.cpu import available_cores
 from accel.errors import MissingExtra, UsageError
 from accel.optimizer.budget import Budget
 from accel.optimizer.candidate import CandidateResult, attempt, megabytes, not_tried

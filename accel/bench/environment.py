@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.bench.energy import EnergyCounter
-from accel.cpu import cpu_flags
+from accel.cpu import available_cores, cpu_flags
 from accel.stage import versions
 
 _PACKAGES = (
@@ -18,11 +18,6 @@ _PACKAGES = (
 )  # fmt: skip
 # The instructions that decide how fast low precision is on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
-
-
-def available_cores() -> int:
-    """Logical cores that this process may use (a container or taskset may leave it fewer than there are)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment(threads: int, *, date: bool = True) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel.bench.blocks import Block, Candidate, FirstRun, Opened, passes_for
-from accel.bench.environment import available_cores, environment, peak_rss_mb
+from accel.bench.environment import environment, peak_rss_mb
 from accel.bench.report import BenchReport, Row
 from accel.bench.statistics import MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarise
 from accel.bench.statistics import baseline as baseline_of
 from accel.child import Child
+from accel.cpu import available_cores
 from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
 from accel.progress import report
 from accel.runtimes.base import recorded_options

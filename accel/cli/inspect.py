@@ -22,7 +22,7 @@ _NETRON = (".onnx", ".tflite", ".keras", ".h5", ".hdf5", ".pb", ".xml", ".param"
 
 @click.command("inspect")
 @click.argument("model")
-@click.option("--check", is_flag=True, help="Compute every hash of the chain anew; exit code 1 where one differs.")
+@click.option("--check", is_flag=True, help="Compute every hash of the chain anew, read engines; exit code 1 if wrong.")
 @click.option("--graph", "page", type=click.Path(path_type=Path), help="Write an HTML page that shows the graph.")
 @click.option("--against", help="A second model, shown beside it on the page with what changed.")
 @click.option("--sizes", metavar="NAME=SIZE,...", help="The shape that FLOPs are counted at: batch=1,sequence=128.")
@@ -58,7 +58,8 @@ def command(
     say.result(found.to_json(), lambda: _human(found))
     if found.intact is False:
         names = ", ".join(f"{link.what} {link.path}".strip() for link in found.changed) or "a file of the artifact"
-        click.echo(f"accel: error: the chain is broken at {names}; make the artifact again", err=True)
+        said = found.problem or f"the chain is broken at {names}; make the artifact again"
+        click.echo(f"accel: error: {said}", err=True)
         sys.exit(1)
 
 

@@ -7,11 +7,12 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from accel.artifact import Artifact
+from accel.cpu import cpu_limit
 from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
 from accel.signature import Feeds, Signature
 
@@ -229,7 +230,12 @@ def open_session(
     """Load ``artifact``; options that aren't given come from its manifest."""
     found = get_runtime(runtime) if runtime else default_runtime(artifact)
     if not isinstance(options, SessionOptions):
-        options = SessionOptions.of({**recorded_options(artifact), **(options or {})})
+        given = dict(options or {})
+        options = SessionOptions.of({**recorded_options(artifact), **given})
+        # Runtimes count the cores there are: in a container that may use fewer, their other threads are in the way.
+        limit = cpu_limit()
+        if limit and not given.get("threads") and not 0 < options.threads <= limit:
+            options = replace(options, threads=limit)
     if found.needs_gpu and not has_nvidia_gpu():
         raise UnsupportedHere(f"{artifact.path} needs an NVIDIA GPU and this machine has none; run it where one is")
     return found.open(artifact, options)

@@ -121,10 +121,13 @@ class Checkpoints:
         own = sorted(part.glob(f"__{rank}_*.distcp")) + ([part / ".metadata"] if rank == 0 else [])
         files = self._together({f.name: [f.stat().st_size, _crc32(f)] for f in own})
         if self._first:
-            _write(part / RUN, {**run, "files": {k: v for one in files for k, v in one.items()}})
-            if final.exists():
-                shutil.rmtree(final)
-            part.replace(final)
+            try:
+                _write(part / RUN, {**run, "files": {k: v for one in files for k, v in one.items()}})
+                if final.exists():
+                    shutil.rmtree(final)
+                part.replace(final)
+            except OSError as error:
+                raise self._unwritten(final, error) from error
             self._passed.discard(final.name)
             self._keep()
         if self.group is not None:

@@ -20,14 +20,17 @@ from typing import Any
 
 import accel.errors
 from accel.child import own_temporary
+from accel.cpu import available_cores
 from accel.errors import AccelError, BadConfig, TrainingFailed
 from accel.progress import report
 from accel.train import watchdog
 from accel.train.config import TrainConfig
 from accel.train.log import BOARD, LOG
-from accel.train.rank import ERRORS, RESULT
+from accel.train.rank import ERRORS, RESULT, disk_full
 from accel.train.rules import problems, runnable
 
+# Bytes that a rank needs to say what stopped it.
+_ROOM = 2**16
 # Who else sends it than a person.
 _SENT_BY: dict[int, str] = {signal.SIGKILL: " (as the system does where memory runs out)"}
 
@@ -70,7 +73,7 @@ def train(
         # After a rank was killed, its successors would read the stale keys of a store that is shared with the
         # rendezvous.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc)),
     }
     temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
     with temporary as folder, (out / "ranks.log").open("ab") as log:
@@ -150,6 +153,8 @@ def first_errors(
             f"{' | '.join(words)}; run the same command again, {_goes_on(out)}; --max-restarts does so by itself "
             f"(see {out / 'ranks.log'})"
         )
+    if not found and shutil.disk_usage(out).free < _ROOM:
+        return disk_full(out)
     if not found:
         lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
         return TrainingFailed(

@@ -8,10 +8,11 @@ import sys
 import time
 import traceback
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import AccelError, BadConfig, one_line
+from accel.errors import AccelError, BadConfig, CannotWrite, no_space, one_line
 from accel.train import watchdog
 
 if TYPE_CHECKING:
@@ -42,22 +43,36 @@ def main(config_file: Path, out: Path) -> int:
             with beside(out / RESULT) as temporary:
                 temporary.write_text(json.dumps(result))
     except BaseException as error:
-        folder = out / ERRORS
-        folder.mkdir(exist_ok=True)
-        body = {
-            "rank": rank,
-            "time": time.time(),
-            "error": f"{type(error).__name__}: {one_line(error, None)}",
-            "message": str(error) if isinstance(error, AccelError) else "",
-            "kind": type(error).__name__,
-            "traceback": traceback.format_exc(),
-        }
-        (folder / f"rank-{rank}.json").write_text(json.dumps(body))
-        traceback.print_exc()
+        with suppress(OSError):  # where the disk is full the launcher sees it by itself
+            _leave(out, rank, error)
+            traceback.print_exc()
         return 1
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
+
+
+def _leave(out: Path, rank: int, error: BaseException) -> None:
+    """Write what stopped this rank to where the launcher looks."""
+    said: BaseException = error
+    if not isinstance(error, AccelError) and (full := no_space(error)) is not None:
+        said = disk_full(full.filename or out)
+    folder = out / ERRORS
+    folder.mkdir(exist_ok=True)
+    body = {
+        "rank": rank,
+        "time": time.time(),
+        "error": f"{type(said).__name__}: {one_line(said, None)}",
+        "message": str(said) if isinstance(said, AccelError) else "",
+        "kind": type(said).__name__,
+        "traceback": traceback.format_exc(),
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(body))
+
+
+def disk_full(where: Path | str) -> CannotWrite:
+    """What is said of a run whose disk has no room left."""
+    return CannotWrite(f"no space left for {where}; free some space and run the same command again")
 
 
 def one_folder(out: Path, ranks: Ranks) -> None:

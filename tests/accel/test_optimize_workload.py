@@ -18,9 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 import accel
 from accel.artifact import Artifact, Manifest
 from accel.bench.blocks import BlockRunner, Candidate
-from accel.bench.environment import available_cores
 from accel.bench.paired import measure
 from accel.bench.report import Row
+from accel.cpu import available_cores
 from accel.errors import AccelError, BadData, BadInputSpec, UnknownName, UsageError
 from accel.optimizer.measurement import _a_request
 from accel.optimizer.workload import PassCandidate, PassSession, Workload, _few, read_lengths, workload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from engine_models import opened, relu, save, two_inputs, value
 from onnx import TensorProto, helper
 
-from accel.artifact import Artifact
+import accel
+from accel.artifact import Artifact, Manifest, file_sha256, manifest_path
 from accel.cache import StageCache
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBuilt, check_engine, engine_from_onnx
 from accel.errors import AccelError, InvalidModel, MissingExtra, SignatureDrift, UnsupportedHere
@@ -247,6 +249,24 @@ def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Pat
     content[len(content) // 2] ^= 1
     copy.path.write_bytes(content)
     assert "sha256 differs" in str(check_engine(copy.path))
+
+
+def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Path, cli: Any) -> None:
+    """Fails if `accel inspect --check` passes an engine that its toolkit refuses because the hashes hold, or refuses a
+    good one."""
+    copy = engine.copy_to(tmp_path / "copy.engine")
+    found = accel.inspect(copy.path, check=True)
+    assert (found.intact, found.problem) == (True, "")
+    before, sidecar = file_sha256(copy.path), manifest_path(copy.path)
+    copy.path.write_bytes(damaged_header(copy.path.read_bytes()))
+    body = Manifest.read(sidecar).to_json()
+    Manifest.from_json(json.loads(json.dumps(body).replace(before, file_sha256(copy.path)))).write(sidecar)
+    found = accel.inspect(copy.path, check=True)
+    assert found.intact is False
+    assert found.problem.endswith("build it again")
+    ran = cli("inspect", copy.path, "--check")
+    assert ran.code == 1
+    assert f"accel: error: {found.problem}" in ran.stderr
 
 
 def test_missing_engine(tmp_path: Path) -> None:

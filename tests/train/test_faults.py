@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from runs import SMALL, config_of, logged, rows_of
 
 from accel.errors import CannotWrite, TrainingFailed
 from accel.train import watchdog
-from accel.train.launch import train
+from accel.train.launch import first_errors, train
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
 # Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
@@ -29,6 +30,39 @@ def save(self, state, run):
         full()
     whole(self, state, run)
 Checkpoints.save = save
+from accel.train.loss import cross_entropy as dies
+""",
+    "the shard of one rank": """
+from accel.train.checkpoint import Checkpoints
+whole = Checkpoints.save
+def save(self, state, run):
+    if run["step"] == 6 and os.environ["RANK"] == "1":
+        self.wait()
+        full()
+    whole(self, state, run)
+Checkpoints.save = save
+from accel.train.loss import cross_entropy as dies
+""",
+    "what rank 0 adds": """
+import errno
+import accel.train.checkpoint as checkpoint
+whole = checkpoint._write
+def _write(path, body):
+    if body.get("step") == 6 and not Path(__file__).with_name("room").exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    whole(path, body)
+checkpoint._write = _write
+from accel.train.loss import cross_entropy as dies
+""",
+    "the log": """
+import errno
+from accel.train.log import StepLog
+whole = StepLog.step
+def step(self, step, values):
+    if step == 6 and not Path(__file__).with_name("room").exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+    whole(self, step, values)
+StepLog.step = step
 from accel.train.loss import cross_entropy as dies
 """,
     "final": """
@@ -55,7 +89,8 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n" + _FULL[what]
     )
     out, config = tmp_path / "run", config_of(loss=f"{source}:dies", **_COMMON)
-    with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
+    where = {"final": "final", "the log": "log.jsonl"}.get(what, "checkpoints/step-0")
+    with pytest.raises(CannotWrite, match=rf"{where}.* free some space"):
         train(config, out, nproc=2)
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left[-1] == ("step-00000008" if what == "final" else "step-00000004")
@@ -134,6 +169,19 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("calm")
     train(config_of(**_COMMON), out, nproc=2)
     return out
+
+
+def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a rank that can't even leave its error on a full disk "died without a word"."""
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "rank-0.json").touch()
+    (tmp_path / "ranks.log").touch()
+    assert "without a word" in str(first_errors(tmp_path, [0, 1], 1))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=4096))
+    error = first_errors(tmp_path, [0, 1], 1)
+    assert isinstance(error, CannotWrite)
+    assert f"no space left for {tmp_path}; free some space" in str(error)
 
 
 @pytest.mark.slow
