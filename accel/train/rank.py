@@ -44,7 +44,7 @@ def main(config_file: Path, out: Path) -> int:
                 temporary.write_text(json.dumps(result))
     except BaseException as error:
         with suppress(OSError):  # where the disk is full the launcher sees it by itself
-            _leave(out, rank, error)
+            leave(out, rank, error)
             traceback.print_exc()
         return 1
     if dist.is_initialized():
@@ -52,7 +52,7 @@ def main(config_file: Path, out: Path) -> int:
     return 0
 
 
-def _leave(out: Path, rank: int, error: BaseException) -> None:
+def leave(out: Path, rank: int, error: BaseException) -> None:
     """Write what stopped this rank to where the launcher looks."""
     said: BaseException = error
     if not isinstance(error, AccelError) and (full := no_space(error)) is not None:

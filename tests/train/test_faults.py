@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from runs import SMALL, config_of, logged, rows_of
 from accel.errors import CannotWrite, TrainingFailed
 from accel.train import watchdog
 from accel.train.launch import first_errors, train
+from accel.train.rank import leave
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
 # Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
@@ -54,17 +56,6 @@ def _write(path, body):
 checkpoint._write = _write
 from accel.train.loss import cross_entropy as dies
 """,
-    "the log": """
-import errno
-from accel.train.log import StepLog
-whole = StepLog.step
-def step(self, step, values):
-    if step == 6 and not Path(__file__).with_name("room").exists():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-    whole(self, step, values)
-StepLog.step = step
-from accel.train.loss import cross_entropy as dies
-""",
     "final": """
 import accel.train.final
 whole = accel.train.final.write_final
@@ -89,8 +80,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n" + _FULL[what]
     )
     out, config = tmp_path / "run", config_of(loss=f"{source}:dies", **_COMMON)
-    where = {"final": "final", "the log": "log.jsonl"}.get(what, "checkpoints/step-0")
-    with pytest.raises(CannotWrite, match=rf"{where}.* free some space"):
+    with pytest.raises(CannotWrite, match=rf"{'final' if what == 'final' else 'checkpoints/step-0'}.* free some space"):
         train(config, out, nproc=2)
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left[-1] == ("step-00000008" if what == "final" else "step-00000004")
@@ -172,9 +162,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a rank that can't even leave its error on a full disk "died without a word"."""
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors" / "rank-0.json").touch()
+    """Fails if what a full disk meets first, say the log, ends in a traceback, or a rank that can't leave its error
+    there "died without a word"."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
+    leave(tmp_path, 0, full)
+    assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
+    assert f"no space left for {tmp_path}/log.jsonl; free some space" in str(error)
+    (tmp_path / "errors" / "rank-0.json").write_text("")
     (tmp_path / "ranks.log").touch()
     assert "without a word" in str(first_errors(tmp_path, [0, 1], 1))
     usage = shutil.disk_usage(tmp_path)
