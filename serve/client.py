@@ -287,7 +287,10 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
         elif value.dtype != wanted:
             kinds = {value.dtype.kind, wanted.kind}
             cast = value.astype(wanted) if value.dtype.kind in "iufbV" else None
-            if cast is None or not (len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"):
+            # Whole numbers of a JSON file, or of a list, are numbers like others; bytes may be pixels not yet scaled.
+            whole = value.dtype == np.int64 and wanted.kind == "f"
+            same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
+            if cast is None or not (same or whole):
                 raise BadData(
                     f"input '{tensor.name}' is {value.dtype}, the model takes {tensor.datatype}; save it as that"
                 )

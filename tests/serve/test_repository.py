@@ -19,10 +19,13 @@ from tritonclient.utils import InferenceServerException
 
 from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.cache import StageCache
+from accel.errors import BadRepository
+from accel.serve import model_config
 from accel.serve.inference import Code, ServeError
 from accel.serve.loading import Loading
 from accel.serve.model_files import Trust, valid_name
 from accel.serve.repository import Repository
+from accel.signature import DimRange, Signature, TensorSpec
 
 
 def open_repository(root: Path, **options: Any) -> Repository:
@@ -104,6 +107,33 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
     else:
         assert found[0].state == "READY", found
         assert opened(tmp_path).get("linear").config.max_batch_size == 0
+
+
+def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
+    """Fails if a plain ONNX file whose batch has another name can't be served with max_batch_size 1, or if one row is
+    filled up to two, which costs twice as much."""
+    for largest in (1, 4):
+        folder = tmp_path / f"neg{largest}"
+        (folder / "1").mkdir(parents=True)
+        build.artifact(
+            folder / "1" / "model.onnx",
+            [build.node("Neg", "x", "y")],
+            {"x": (FLOAT, ["N", 4])},
+            {"y": (FLOAT, ["N", 4])},
+        )
+        (folder / "config.pbtxt").write_text(f"max_batch_size: {largest} dynamic_batching {{ }}")
+    repository = opened(tmp_path)
+    assert not reasons(repository)
+    assert [repository.get(f"neg{largest}").scheduling.allowed for largest in (1, 4)] == [None, None]
+
+
+def test_a_batch_below_the_declared() -> None:
+    """Fails if a max_batch_size below the smallest batch is refused without the two numbers."""
+    spec = TensorSpec("x", "float32", ("batch", 4))
+    signature = Signature((spec,), (spec,), {"batch": DimRange(4, 8, 16)})
+    config = model_config.parse("max_batch_size: 2", "config.pbtxt")
+    with pytest.raises(BadRepository, match=r"max_batch_size 2 is below 4, .* --dim batch=1:8:16"):
+        model_config.scheduling(config, signature)
 
 
 @pytest.mark.parametrize(
