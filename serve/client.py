@@ -133,6 +133,8 @@ class InferenceClient:
     def _who_answers(self) -> str:
         """Why gRPC found no server, where that can be told from what is at the address; nothing where it can't."""
         host, _, port = self._url.rpartition(":")
+        if not host and not port.isdigit():
+            return f"{self._url} has no port; give HOST:PORT, the server's --grpc-port (8001)"
         try:
             with socket.create_connection((host.strip("[]"), int(port)), min(self._timeout, _ASKING_SECONDS)) as made:
                 made.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -248,6 +248,8 @@ def _check(options: Any, say: Output) -> None:
     def human() -> Any:
         from rich.table import Table
 
+        if not rows:
+            return f"{options.repository} has no models; a model is a folder in it with its versions: NAME/1/model.onnx"
         table = Table(title=options.repository, title_justify="left")
         for column in ("model", "version", "state", "platform", "max batch", "reason"):
             table.add_column(column)

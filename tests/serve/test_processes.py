@@ -303,6 +303,10 @@ def test_check(repository: Path, cli: Any) -> None:
     assert "is empty" in found["broken"]["reason"]
     assert found["linear"]["state"] == "READY"
     assert cli("serve", repository / "nowhere", "--check").code == 2
+    (repository / "empty").mkdir()
+    ran = cli("serve", repository / "empty", "--check")
+    assert ran.code == 1
+    assert "has no models" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -365,6 +369,8 @@ def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -
     np.testing.assert_allclose(found, x @ WEIGHTS, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(np.load(tmp_path / "y.npz")["y"], x @ WEIGHTS, rtol=1e-4, atol=1e-5)
     assert "FP32" in cli("infer", "linear", "--url", url, "--input", tmp_path / "inputs.npz", "-q").stdout
+    ran = cli("infer", "linear", "--url", "localhost", "--input", tmp_path / "inputs.npz", "-q")
+    assert "localhost has no port; give HOST:PORT" in ran.stderr
     ran = cli("infer", "nothing", "--url", url, "--input", tmp_path / "inputs.npz", "-q")
     assert ran.code == 1
     assert "unknown model: 'nothing'" in ran.stderr

@@ -166,6 +166,14 @@ def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config
     assert scale(repository, "good") == 1
 
 
+def test_a_model_by_another_name(tmp_path: Path, opened: Any) -> None:
+    """Fails if a file that isn't called model.onnx isn't named with the field that serves it, or isn't served so."""
+    linear(tmp_path / "linear" / "1").rename(tmp_path / "linear" / "1" / "net.onnx")
+    assert "it has net.onnx: name it in config.pbtxt as default_model_filename" in reasons(opened(tmp_path))["linear"]
+    (tmp_path / "linear" / "config.pbtxt").write_text('default_model_filename: "net.onnx"')
+    assert not reasons(opened(tmp_path))
+
+
 def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
     """Fails if an option of the config doesn't reach the scheduling."""
     linear(tmp_path / "linear" / "1")
