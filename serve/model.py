@@ -88,18 +88,18 @@ class ServedModel:
             raise invalid(
                 f"inference input '{name}' data-type is '{kind}', but model '{self.name}' expects '{spec.datatype}'"
             )
-        if min(shape, default=0) < 0:
-            raise invalid(
-                f"input '{name}' for model '{self.name}' has the shape {shape_text(shape)}; send its real sizes"
-            )
         wanted = spec.shape
-        if len(shape) != len(wanted) or any(size != dim and dim >= 0 for size, dim in zip(shape, wanted, strict=True)):
+        if len(shape) != len(wanted) or any(
+            size < 0 or (size != dim and dim >= 0) for size, dim in zip(shape, wanted, strict=True)
+        ):
             note = (
                 " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
                 "prepended to each input shape."
                 if self.scheduling.max_batch_size
                 else ""
             )
+            if min(shape, default=0) < 0:
+                note = " NOTE: -1 stands for any size; send the real one."
             raise invalid(
                 f"unexpected shape for input '{name}' for model '{self.name}'. Expected {shape_text(wanted)}, "
                 f"got {shape_text(shape)}.{note}"
