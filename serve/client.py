@@ -133,6 +133,8 @@ class InferenceClient:
     def _who_answers(self) -> str:
         """Why gRPC found no server, where that can be told from what is at the address; nothing where it can't."""
         host, _, port = self._url.rpartition(":")
+        if not host and not port.isdigit():
+            return f"{self._url} has no port; give HOST:PORT, the server's --grpc-port (8001)"
         try:
             with socket.create_connection((host.strip("[]"), int(port)), min(self._timeout, _ASKING_SECONDS)) as made:
                 made.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -287,7 +289,10 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
         elif value.dtype != wanted:
             kinds = {value.dtype.kind, wanted.kind}
             cast = value.astype(wanted) if value.dtype.kind in "iufbV" else None
-            if cast is None or not (len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"):
+            # Whole numbers of a JSON file, or of a list, are numbers like others; bytes may be pixels not yet scaled.
+            whole = value.dtype == np.int64 and wanted.kind == "f"
+            same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
+            if cast is None or not (same or whole):
                 raise BadData(
                     f"input '{tensor.name}' is {value.dtype}, the model takes {tensor.datatype}; save it as that"
                 )

@@ -43,7 +43,10 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
     for tensor in config.input:
         if tensor.optional:
             raise BadRepository(f"ensemble '{name}': a step needs the input '{tensor.name}'; take optional out")
-    return declared_signature(config, f"ensemble '{name}'")
+    for tensor in (*config.input, *config.output):
+        if tensor.HasField("reshape"):
+            raise BadRepository(f"ensemble '{name}', '{tensor.name}': reshape is not supported; take it out")
+    return declared_signature(config, f"ensemble '{name}'", scalars=True)
 
 
 def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: str) -> Executor:

@@ -93,6 +93,7 @@ class HttpTransport:
         if self._runner is None:
             return
         if self._runner.server is not None:
+            self._runner.server.pre_shutdown()  # idle connections have nothing to wait for
             await self._runner.server.shutdown(grace)
         await self._runner.cleanup()
 

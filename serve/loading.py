@@ -169,7 +169,7 @@ def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, larg
     batch = artifact.signature.batch_dim
     sizes: list[dict[str, int]] = [{}]
     if batch is not None and largest:
-        rows = artifact.signature.dims[batch]
+        rows = model_config.batch_range(artifact.signature)
         sizes = [{batch: size} for size in sorted({rows.min, rows.down(largest)})]
     for size in sizes:
         feeds = session.example_inputs(**size)

@@ -98,6 +98,8 @@ class ServedModel:
                 if self.scheduling.max_batch_size
                 else ""
             )
+            if min(shape, default=0) < 0:
+                note = " NOTE: -1 stands for any size; send the real one."
             raise invalid(
                 f"unexpected shape for input '{name}' for model '{self.name}'. Expected {shape_text(wanted)}, "
                 f"got {shape_text(shape)}.{note}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,14 @@ def complete(
         config.instance_group.add(name=name, count=1, kind="KIND_GPU" if gpu else "KIND_CPU")
 
 
-def declared_signature(config: ModelConfig, what: str) -> Signature:
-    """The signature that the config of ``what`` declares. ``BadRepository`` where it leaves a dtype or dims out."""
+def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
+    """The signature that the config of ``what`` declares. ``BadRepository`` where it leaves a dtype or dims out.
+    ``scalars``: no dims are those of a single number (for each row)."""
 
     def spec(tensor: Any) -> TensorSpec:
-        if not tensor.data_type or not tensor.dims:
-            raise BadRepository(f"{what}: '{tensor.name}' has to have a data_type and dims")
+        if not tensor.data_type or not (tensor.dims or scalars):
+            lacks = "dims" if tensor.data_type else "a data_type"
+            raise BadRepository(f"{what}: '{tensor.name}' has to have {lacks}")
         dims: list[Dim] = [BATCH] if config.max_batch_size > 0 else []
         dims += [f"{tensor.name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(tensor.dims)]
         return TensorSpec(tensor.name, DATATYPES[datatype(tensor)].field, tuple(dims))
@@ -187,6 +190,15 @@ def _largest_batch(signature: Signature) -> int:
     return signature.dims[batch].max
 
 
+def batch_range(signature: Signature) -> DimRange:
+    """How many rows a batch may have. A range that nobody declared, accel's own, keeps no single row away."""
+    batch = signature.batch_dim
+    if batch is None:
+        return DimRange(1, 1, 1)
+    found = signature.dims[batch]
+    return replace(found, min=1) if found == DimRange.default(batch) else found
+
+
 def scheduling(
     config: ModelConfig, signature: Signature, folder: Path | None = None, profiles: tuple[Profile, ...] = ()
 ) -> Scheduling:
@@ -206,7 +218,13 @@ def scheduling(
     if preferred and not 0 < preferred[0] <= preferred[-1] <= largest:
         raise BadRepository(f"model '{name}': preferred_batch_size has to be from 1 to max_batch_size ({largest})")
     options = _parameters(config)
-    rows = signature.dims[signature.batch_dim] if signature.batch_dim and largest else DimRange(1, 1, 1)
+    rows = batch_range(signature) if largest else DimRange(1, 1, 1)
+    if largest and not profiles and largest < rows.min:
+        raise BadRepository(
+            f"model '{name}': max_batch_size {largest} is below {rows.min}, the smallest batch that the model was "
+            f"exported with; raise it, or export the model again with --dim "
+            f"{signature.batch_dim}=1:{rows.opt}:{rows.max}"
+        )
     allowed = tuple(range(rows.min, largest + 1, rows.step)) if rows.min > 1 else None
     if profiles and largest:
         allowed = rows_of(profiles, None, largest, rows.step)

@@ -128,7 +128,9 @@ class ModelFolder:
             path = next((folder / name for name in (PLAN, *TORCH_FILES) if (folder / name).is_file()), None)
         if path is None or not path.is_file():
             looked = named or f"model.onnx, model.xml, model.engine, {PLAN} or model.pt2"
-            raise BadRepository(f"model '{self.name}' version {version} has no {looked}")
+            models = sorted(p.name for p in folder.glob("*") if p.suffix in (".onnx", ".xml", ".engine", ".plan"))
+            there = f"; it has {models[0]}: name it in {CONFIG} as default_model_filename" if models else ""
+            raise BadRepository(f"model '{self.name}' version {version} has no {looked}{there}")
         if path.suffix in (".pt2", ".pt"):
             if not trust.allow_pickle:
                 raise BadRepository(

@@ -60,6 +60,9 @@ def start_logging(options: ServeOptions) -> None:
     logger.handlers = [made]
     logger.propagate = False
     logger.setLevel(options.log_level.upper())
+    for name in ("aiohttp.server", "asyncio"):  # what they say of a connection, a line each, too
+        other = logging.getLogger(name)
+        other.handlers, other.propagate = [made], False
 
 
 def keep_freed_memory() -> None:

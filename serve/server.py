@@ -260,7 +260,9 @@ class InferenceServer:
                 count = self._waiting.get(name, 0)
                 if self._max_waiting and count >= self._max_waiting:
                     raise ServeError(
-                        Code.UNAVAILABLE, f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}'"
+                        Code.UNAVAILABLE,
+                        f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}', as many as "
+                        "--grpc-threads leaves to one model",
                     )
                 self._waiting[name] = count + 1
             self._under_way += 1

@@ -7,6 +7,7 @@ crash costs the requests that this process had, and no others.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -45,6 +46,19 @@ class _Running:
     again: float | None = None
 
 
+def _bind(held: socket.socket, host: str, port: int) -> None:
+    """Bind to a port on which nobody listens, also where connections of a server that ended are still in TIME_WAIT."""
+    try:
+        held.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # Not at first: it would let in whoever sets it, too.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
 class Supervisor:
     """``options.processes`` processes."""
 
@@ -78,7 +92,7 @@ class Supervisor:
                     probe.bind((options.host, port))
                     port = probe.getsockname()[1]
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                held.bind((options.host, port))
+                _bind(held, options.host, port)
             except OSError as error:
                 flag = name.replace("_", "-")
                 raise UnsupportedHere(

@@ -20,7 +20,43 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("serve")
+# Triton's options, and what stands for them here.
+_TRITON = {
+    **dict.fromkeys(("--model-repository", "--model-store"), "name the folder itself: accel serve FOLDER"),
+    "--model-control-mode": "write --mode none, poll or explicit",
+    "--repository-poll-secs": "write --poll-seconds",
+    "--exit-timeout-secs": "write --drain",
+    "--exit-on-error": "leave it out: a broken model leaves the others serving, and --check says what is wrong",
+    **dict.fromkeys(("--http-address", "--grpc-address"), "write --host"),
+    **dict.fromkeys(("--allow-http", "--allow-grpc"), "gRPC is always served, HTTP but for --no-http"),
+    **dict.fromkeys(("--allow-metrics", "--metrics-port"), "leave it out: /metrics is on the --http-port"),
+    **dict.fromkeys(("--cache-config", "--response-cache-byte-size"), "write --response-cache-bytes"),
+    **dict.fromkeys(("--trace-config", "--trace-file", "--trace-level"), "write --trace URL and --trace-rate"),
+    "--rate-limit": "leave it out: the rate_limiter in a model's config counts, with --rate-limit-resource",
+    **dict.fromkeys(("--backend-config", "--backend-directory"), "leave it out: parameters in config.pbtxt, --threads"),
+    **dict.fromkeys(
+        ("--strict-model-config", "--disable-auto-complete-config"), "leave it out: config.pbtxt is optional"
+    ),
+    **dict.fromkeys(("--log-verbose", "--log-info", "--log-format"), "leave it out: JSON lines, --log-file"),
+    **dict.fromkeys(("--grpc-use-ssl", "--grpc-server-cert"), "write --tls-certificate and --tls-key"),
+    "--grpc-server-key": "write --tls-key",
+    "--grpc-root-cert": "write --tls-client-ca",
+}
+
+
+class _Serve(click.Command):
+    """Knows the options of Triton that are called otherwise here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in _TRITON:
+                raise
+            raise UsageError(f"{error.option_name} is an option of Triton; {_TRITON[error.option_name]}") from None
+
+
+@click.command("serve", cls=_Serve)
 @click.argument("repository")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free one.")
@@ -122,6 +158,8 @@ def command(
     REPOSITORY is a folder, or s3://, gs:// or http(s)://, mirrored into the cache and, with --mode poll, followed.
     """
     context = click.get_current_context()
+    if given["models"] and given["mode"] != "explicit":
+        raise UsageError("--load-model is for --mode explicit; the other modes load every model")
     if manifest:
         if no_http:
             raise UsageError("the probes of a manifest ask over HTTP; leave out --no-http")
@@ -210,6 +248,8 @@ def _check(options: Any, say: Output) -> None:
     def human() -> Any:
         from rich.table import Table
 
+        if not rows:
+            return f"{options.repository} has no models; a model is a folder in it with its versions: NAME/1/model.onnx"
         table = Table(title=options.repository, title_justify="left")
         for column in ("model", "version", "state", "platform", "max batch", "reason"):
             table.add_column(column)

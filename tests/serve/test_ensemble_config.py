@@ -9,7 +9,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from onnx_builder import artifact, node
-from serving import ENSEMBLE, FLOAT, WEIGHTS, Start, linear
+from serving import ENSEMBLE, FLOAT, INT64, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
 
 
@@ -44,6 +44,25 @@ def test_an_ensemble(models: Path, start: Start) -> None:
         with pytest.raises(InferenceServerException, match="relu"):
             client.infer("both", [given])
         assert client.get_inference_statistics("both").model_stats[0].inference_stats.success.count == 2
+
+
+def test_one_number_a_row(models: Path, start: Start) -> None:
+    """Fails if an ensemble can't give what a step gives without dims beside the batch: a class number, a score."""
+    (models / "relu" / "1" / "model.onnx").unlink()
+    artifact(
+        models / "relu" / "1" / "model.onnx",
+        [node("ArgMax", "x", "z", axis=1, keepdims=0)],
+        {"x": (FLOAT, ["batch", 3])},
+        {"z": (INT64, ["batch"])},
+    )
+    (models / "both" / "config.pbtxt").write_text(ENSEMBLE.replace("TYPE_FP32 dims: [3]", "TYPE_INT64"))
+    process = start(models)
+    x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+    given = triton.InferInput("image", [5, 4], "FP32")
+    given.set_data_from_numpy(x)
+    with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
+        found = client.infer("both", [given]).as_numpy("score")
+    np.testing.assert_array_equal(found, (x @ WEIGHTS).argmax(1))
 
 
 @pytest.mark.parametrize("face", ["grpc", "http"])

@@ -66,6 +66,7 @@ def reason(root: Path, name: str = "both") -> str:
         ("max_batch_size: 8", "max_batch_size: 8 response_cache { enable: true }", "can't have response_cache"),
         ("max_batch_size: 8", "max_batch_size: 8 instance_group { count: 2 }", "can't have instance_group"),
         ("dims: [4]", "dims: [4] optional: true", "a step needs the input 'image'; take optional out"),
+        ("dims: [4]", "dims: [4] reshape { shape: [2, 2] }", "'image': reshape is not supported"),
         ("dims: [4]", "dims: [-1]", ""),
     ],
 )

@@ -6,8 +6,10 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection
@@ -195,6 +197,30 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
         assert "choose another --grpc-port" in ran.stderr
 
 
+def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
+    """Fails if a server of several processes can't start where a server that ended closed its connections: they are in
+    TIME_WAIT for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        port = before.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            taken, _ = before.accept()
+            taken.close()  # who closes first waits
+            assert client.recv(1) == b""
+    served = serve(str(repository), "--processes", "2", "--grpc-port", "0", "--http-port", str(port), free=False)
+    assert served.wait_for("all processes serve")["ports"]["http"] == port
+
+
+def test_idle_connections_do_not_hold_up_the_end(repository: Path, start: Any) -> None:
+    """Fails if a server that ends waits (5 s) for a client that keeps its connection and asks nothing."""
+    process = start(repository, http_port=0)
+    with closing(HTTPConnection("127.0.0.1", process.ports["http"], timeout=10)) as idle:
+        idle.request("GET", "/v2/health/live")
+        assert idle.getresponse().read()
+        begun = time.monotonic()
+        process.stop()
+        assert time.monotonic() - begun < 3
+
+
 def cores_of(pid: int) -> set[frozenset[int]]:
     """Those that the process's threads may run on."""
     found = set()
@@ -277,6 +303,54 @@ def test_check(repository: Path, cli: Any) -> None:
     assert "is empty" in found["broken"]["reason"]
     assert found["linear"]["state"] == "READY"
     assert cli("serve", repository / "nowhere", "--check").code == 2
+    (repository / "empty").mkdir()
+    ran = cli("serve", repository / "empty", "--check")
+    assert ran.code == 1
+    assert "has no models" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model-repository", "models"], "accel serve FOLDER"),
+        (["--model-repository=models"], "accel serve FOLDER"),
+        (["models", "--model-control-mode", "explicit"], "--mode none, poll or explicit"),
+        (["models", "--load-model", "linear"], "--load-model is for --mode explicit"),
+    ],
+)
+def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
+    """Fails if who comes from Triton isn't told what an option is called here, or gets all models for the one named."""
+    ran = cli("serve", *words)
+    assert ran.code == 2
+    assert says in ran.stderr
+
+
+def test_every_line_of_the_log_is_json(repository: Path, serve: Any) -> None:
+    """Fails if a client that speaks something else to the HTTP port leaves a bare traceback between the JSON lines."""
+    served = serve(str(repository))
+    ports = served.wait_for("serving")["ports"]
+    with socket.create_connection(("127.0.0.1", ports["http"]), timeout=10) as other:
+        other.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(40))
+        while other.recv(4096):
+            pass
+    served.end()
+    served.wait_for("end of log")
+    assert [line for line in served.log[:-1] if "level" not in line] == []
+
+
+def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
+    """Fails if ``accel infer`` refuses the 1 of a JSON file for an input of floats, or takes one that no float is."""
+    url = f"127.0.0.1:{start(repository).ports['grpc']}"
+    for last, code in ((4, 0), ((1 << 53) + 1, 2)):
+        (tmp_path / "x.json").write_text(json.dumps({"x": [[1, 2, 3, last]]}))
+        ran = cli("infer", "linear", "--url", url, "--input", tmp_path / "x.json", "--json", "-q")
+        assert ran.code == code, ran.stderr
+        if code == 0:
+            np.testing.assert_allclose(
+                json.loads(ran.stdout)["outputs"]["y"]["data"], [1, 2, 3, 4] @ WEIGHTS, rtol=1e-5
+            )
+        else:
+            assert "numbers that don't fit FP32" in ran.stderr
 
 
 def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
@@ -295,6 +369,8 @@ def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -
     np.testing.assert_allclose(found, x @ WEIGHTS, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(np.load(tmp_path / "y.npz")["y"], x @ WEIGHTS, rtol=1e-4, atol=1e-5)
     assert "FP32" in cli("infer", "linear", "--url", url, "--input", tmp_path / "inputs.npz", "-q").stdout
+    ran = cli("infer", "linear", "--url", "localhost", "--input", tmp_path / "inputs.npz", "-q")
+    assert "localhost has no port; give HOST:PORT" in ran.stderr
     ran = cli("infer", "nothing", "--url", url, "--input", tmp_path / "inputs.npz", "-q")
     assert ran.code == 1
     assert "unknown model: 'nothing'" in ran.stderr

@@ -19,10 +19,13 @@ from tritonclient.utils import InferenceServerException
 
 from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.cache import StageCache
+from accel.errors import BadRepository
+from accel.serve import model_config
 from accel.serve.inference import Code, ServeError
 from accel.serve.loading import Loading
 from accel.serve.model_files import Trust, valid_name
 from accel.serve.repository import Repository
+from accel.signature import DimRange, Signature, TensorSpec
 
 
 def open_repository(root: Path, **options: Any) -> Repository:
@@ -106,6 +109,33 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
         assert opened(tmp_path).get("linear").config.max_batch_size == 0
 
 
+def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
+    """Fails if a plain ONNX file whose batch has another name can't be served with max_batch_size 1, or if one row is
+    filled up to two, which costs twice as much."""
+    for largest in (1, 4):
+        folder = tmp_path / f"neg{largest}"
+        (folder / "1").mkdir(parents=True)
+        build.artifact(
+            folder / "1" / "model.onnx",
+            [build.node("Neg", "x", "y")],
+            {"x": (FLOAT, ["N", 4])},
+            {"y": (FLOAT, ["N", 4])},
+        )
+        (folder / "config.pbtxt").write_text(f"max_batch_size: {largest} dynamic_batching {{ }}")
+    repository = opened(tmp_path)
+    assert not reasons(repository)
+    assert [repository.get(f"neg{largest}").scheduling.allowed for largest in (1, 4)] == [None, None]
+
+
+def test_a_batch_below_the_declared() -> None:
+    """Fails if a max_batch_size below the smallest batch is refused without the two numbers."""
+    spec = TensorSpec("x", "float32", ("batch", 4))
+    signature = Signature((spec,), (spec,), {"batch": DimRange(4, 8, 16)})
+    config = model_config.parse("max_batch_size: 2", "config.pbtxt")
+    with pytest.raises(BadRepository, match=r"max_batch_size 2 is below 4, .* --dim batch=1:8:16"):
+        model_config.scheduling(config, signature)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -134,6 +164,14 @@ def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config
         repository.get("linear")
     assert caught.value.code is Code.UNAVAILABLE
     assert scale(repository, "good") == 1
+
+
+def test_a_model_by_another_name(tmp_path: Path, opened: Any) -> None:
+    """Fails if a file that isn't called model.onnx isn't named with the field that serves it, or isn't served so."""
+    linear(tmp_path / "linear" / "1").rename(tmp_path / "linear" / "1" / "net.onnx")
+    assert "it has net.onnx: name it in config.pbtxt as default_model_filename" in reasons(opened(tmp_path))["linear"]
+    (tmp_path / "linear" / "config.pbtxt").write_text('default_model_filename: "net.onnx"')
+    assert not reasons(opened(tmp_path))
 
 
 def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
