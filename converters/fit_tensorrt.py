@@ -1,8 +1,8 @@
-"""QDQ as TensorRT takes it: symmetric int8, no quantized biases. What other toolkits wrote is rewritten, and gated."""
+"""A graph as TensorRT computes it: symmetric int8, no quantized biases, no float64. What is rewritten is gated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from accel.artifact import Artifact
 from accel.converters.onnx_write import onnx_artifact
-from accel.converters.preflight import constant_tensors, quantized_type
+from accel.converters.preflight import computes_in_float64, constant_tensors, quantized_type
 from accel.errors import StageFailed
 from accel.sources.onnx_file import read_proto
 from accel.stage import StageConfig
@@ -53,11 +53,14 @@ class _Scale:
 
 
 def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
-    """Rewrite the quantization of ``src`` (kind ``onnx``) into what TensorRT takes; everything else stays.
+    """Rewrite the quantization and the float64 parts of ``src`` (kind ``onnx``) into what TensorRT takes; everything
+    else stays.
 
     An int32 bias becomes the floats it stands for, exactly. Unsigned and asymmetric int8 becomes symmetric: exactly
     where the zero point was 128 of uint8, else over the same range with a coarser step, which is what the gate is for.
-    ``notes``: ``biases``, ``weights``, ``activations``: how many of each. Raises ``NotFitted``.
+    What is computed in float64 is computed in float32, as an engine does without a word; inputs and outputs in float64
+    stay. ``notes``: ``biases``, ``weights``, ``activations``: how many of each, ``float64``: whether there was any.
+    Raises ``NotFitted``.
     """
     model = read_proto(src.path, weights=True)
     graph = model.graph
@@ -67,10 +70,39 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
         if node.op_type in ("QuantizeLinear", "DequantizeLinear") and node.domain in ("", "ai.onnx"):
             fit.rewrite(node)
     fit.finish()
+    double = computes_in_float64(graph)
+    if double:
+        _in_float32(graph)
+    notes = fit.counts | ({"float64": True} if double else {})
     try:
-        return onnx_artifact(src, model, out, dict(fit.counts))
+        return onnx_artifact(src, model, out, notes)
     except StageFailed as error:
         raise NotFitted(str(error)) from error
+
+
+def _in_float32(graph: onnx.GraphProto) -> None:
+    _narrow(graph.initializer)
+    kept = [value for value in graph.value_info if value.type.tensor_type.elem_type != TensorProto.DOUBLE]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+    for node in graph.node:
+        for attribute in node.attribute:
+            _narrow([*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors])
+            if attribute.name in ("to", "dtype") and attribute.i == TensorProto.DOUBLE:
+                attribute.i = TensorProto.FLOAT
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _in_float32(inner)
+
+
+def _narrow(tensors: Iterable[onnx.TensorProto]) -> None:
+    """float64 as float32; what is finite stays so (a mask of the smallest float64, say)."""
+    largest = np.finfo(np.float32).max
+    for tensor in tensors:
+        if tensor.data_type != TensorProto.DOUBLE:
+            continue
+        values = numpy_helper.to_array(tensor)
+        narrow = np.where(np.isfinite(values), np.clip(values, -largest, largest), values).astype(np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(narrow), tensor.name))
 
 
 class _Fit:

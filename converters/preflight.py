@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SYMMETRIC = "quantize it symmetrically to int8 (accel optimize and accel preflight --fix do)"
 NO_BIAS = "quantize it without quantizing biases (accel optimize and accel preflight --fix do)"
+IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
 # The first compute capability that has the type.
@@ -166,6 +167,24 @@ def _nonzero(tensor: onnx.TensorProto | None) -> bool:
     return bool(numpy_helper.to_array(tensor).any())
 
 
+def computes_in_float64(graph: onnx.GraphProto) -> bool:
+    """Something inside is float64 while what comes in and goes out isn't: ``fit_tensorrt`` can rewrite it."""
+    from onnx import TensorProto
+
+    if any(v.type.tensor_type.elem_type == TensorProto.DOUBLE for v in (*graph.input, *graph.output)):
+        return False
+    if any(tensor.data_type == TensorProto.DOUBLE for tensor in graph.initializer):
+        return True
+    for node in all_nodes(graph):
+        for a in node.attribute:
+            tensors = (a.t, *a.tensors, *(t for g in (a.g, *a.graphs) for t in g.initializer))
+            if any(tensor.data_type == TensorProto.DOUBLE for tensor in tensors):
+                return True
+            if a.name in ("to", "dtype") and a.i == TensorProto.DOUBLE:
+                return True
+    return False
+
+
 def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Sequence[str]) -> Iterator[Refusal]:
     from onnx import TensorProto
 
@@ -188,6 +207,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
                     cause="TensorRT takes float64 for float32",
                     fix="convert the model to float32 before it is exported (model.float())",
                 )
+    double = computes_in_float64(graph)
     lacking: dict[str, str] = {}
     for text in capabilities:
         have = tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else (99, 0)
@@ -195,6 +215,9 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
     for node in all_nodes(graph):
         if kind := _unknown_type(node, types, ends):
             yield _refusal(node, f"TensorRT has no {kind}", "cast to int32, int64 or float before it")
+            continue
+        if double and any(types.get(name) == TensorProto.DOUBLE for name in node.output):
+            yield _refusal(node, "TensorRT computes float64 in float32 without a word", IN_FLOAT32, safe=True)
             continue
         kinds = {names.get(types.get(name, 0)) for name in (*node.input, *node.output)}
         for kind in sorted(k for k in kinds if k in lacking):

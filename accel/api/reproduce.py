@@ -19,25 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """``stages``: what became of each. ``artifact``: what was made now, where it was to be kept."""
+    """``stages``: what became of each. ``artifact``: what was made now, where it was to be kept. ``intact``: the files
+    of the artifact are still those that its manifest records, which is what the stages are compared with."""
 
     stages: tuple[Remade, ...]
     artifact: Artifact | None = None
+    intact: bool = True
 
     @property
     def passed(self) -> bool:
-        """No stage came out different."""
-        return all(row.status != "different" for row in self.stages)
+        """No stage came out different, and the artifact is what the manifest says."""
+        return self.intact and all(row.status != "different" for row in self.stages)
 
     @property
     def identical(self) -> bool:
-        """Every stage gave the same bytes."""
-        return all(row.status == "identical" for row in self.stages)
+        """Every stage gave the same bytes as the artifact has."""
+        return self.intact and all(row.status == "identical" for row in self.stages)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
             "identical": self.identical,
+            "intact": self.intact,
             "stages": [row.to_json() for row in self.stages],
             "path": str(self.artifact.path) if self.artifact else None,
         }
@@ -64,4 +67,6 @@ def reproduce(
     with ExitStack() as stack:
         made, rows = remake(found, given, open_cache(stack, use_cache=False))
         kept = made.copy_to(Path(out)) if out is not None else None
-    return Reproduction(stages=tuple(rows), artifact=kept)
+    assert found.manifest is not None  # else there was nothing to run again
+    intact = found.hashes() == dict(found.manifest.files)
+    return Reproduction(stages=tuple(rows), artifact=kept, intact=intact)

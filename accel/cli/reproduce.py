@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def command(artifact: str, data: tuple[Path, ...], out: Path | None, say: Output) -> None:
     """Make ARTIFACT again from its source, as its manifest records, and compare each stage with what was made then.
 
-    Exit code 1 where a stage gives something else.
+    Exit code 1 where a stage gives something else, or the artifact's files were changed since.
     """
     from accel.api.reproduce import reproduce
 
@@ -44,6 +44,8 @@ def _human(found: Reproduction, artifact: str) -> Any:
 
     verdict = "reproduced" if found.passed else "not reproduced"
     said = f"{verdict}, byte for byte" if found.identical else verdict
+    if not found.intact:
+        said = "changed since it was made (accel inspect --check says where); the stages are compared with its manifest"
     table = Table(title=escape(f"{artifact}: {said}"), title_justify="left")
     for column in ("stage", "result", "note", "other versions"):
         table.add_column(column, overflow="fold")

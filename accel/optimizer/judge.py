@@ -147,11 +147,16 @@ class Judge:
         assert self.data is not None
         joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
         try:
-            value = float(self.metric(joined, self._arrays()))
+            found: Any = self.metric(joined, self._arrays())
         except UsageError:  # it says itself what has to change
             raise
         except (Exception, SystemExit) as error:
             raise raised(f"the metric {self.metric_name}", error) from error
+        try:
+            value = float(found)
+        except (TypeError, ValueError) as error:  # several numbers, or none
+            kind = f"an array of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+            raise UsageError(f"the metric {self.metric_name} returned {kind}; it has to return one number") from error
         if not math.isfinite(value):
             raise UsageError(f"the metric {self.metric_name} returned {value}; it has to return a finite number")
         return value

@@ -252,7 +252,8 @@ def _variants(src: Artifact, target: Target, precision: str, request: Request) -
         if precision == "int8" and _cpu_has_bf16():  # what isn't quantized can still be had in bf16
             forms.append((f"{name}+bf16", in_bf16))
     else:
-        steps = [*head, *_typed(src, target, precision, request), *_fused(src, precision, request)]
+        typed = _typed(src, target, precision, request)
+        steps = [*head, *_without_float64(src, typed), *typed, *_fused(src, precision, request)]
         steps.append(_engine(target, request))
         forms = [(name, options)]
     return [Recipe(name=n, target=target, precision=precision, stages=tuple(steps), options=o) for n, o in forms]
@@ -352,6 +353,19 @@ def _typed(src: Artifact, target: Target, precision: str, request: Request) -> l
     # What fp16 rounds may fall into the next int8 step: beside QDQ a cast changes more than alone.
     limit = STAGE_LIMITS["fp16-in-int8" if steps else base]
     return [*steps, ("cast", CastConfig(precision=base, data=request.data, **request.cast), limit)]
+
+
+def _without_float64(src: Artifact, steps: Sequence[Step]) -> list[Step]:
+    """An engine computes float64 in float32: so does, first of all, the graph that it is built from and judged on."""
+    from accel.converters.fit_tensorrt import FitTensorRtConfig
+    from accel.converters.preflight import computes_in_float64
+    from accel.runtimes.onnx_rounded import inlined
+    from accel.sources.onnx_file import read_proto
+
+    fitted = any(name == "fit_tensorrt" for name, _, _ in steps)
+    if fitted or not computes_in_float64(inlined(read_proto(src.path)).graph):
+        return []
+    return [("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp32"])]
 
 
 def _fused(src: Artifact, precision: str, request: Request) -> list[Step]:

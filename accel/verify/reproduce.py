@@ -106,6 +106,7 @@ def _source(manifest: Manifest) -> Artifact:
     dims = manifest.signature.dims
     if any(found.step != 1 for found in dims.values()):  # it may not even open at other sizes
         arguments["dims"] = dims
+    spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])
     opener: Callable[..., Artifact] = open_source
     try:
         try:
@@ -125,6 +126,19 @@ def _source(manifest: Manifest) -> Artifact:
         raise ChainBroken(f"{spec} is not what the first stage was given (its sha256 differs); put that back")
     ranges: dict[str, DimRange] = {d: r for d, r in manifest.signature.dims.items() if d in found.signature.dims}
     return dataclasses.replace(found, signature=found.signature.with_dims(ranges))
+
+
+def _where_it_was(spec: str, files: Sequence[str]) -> str:
+    """``spec`` as it is found from this folder: one that was given relative to another folder leads to nothing here,
+    and the manifest has the whole path of its file."""
+    path, colon, factory = spec.partition(".py:")
+    name = Path(path + (".py" if colon else ""))
+    if name.is_absolute() or name.exists():
+        return spec
+    for file in map(Path, files):
+        if file.is_absolute() and file.parts[-len(name.parts) :] == name.parts:
+            return f"{file}:{factory}" if colon else str(file)
+    return spec
 
 
 def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Remade:

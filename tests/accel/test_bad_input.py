@@ -84,6 +84,7 @@ def corpus(tmp_path: Path) -> Path:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.onnx").write_text("somebody's own")
     metrics = ["def raises(outputs, data):", "    return 1 / 0", "def nan(outputs, data):", "    return float('nan')"]
+    metrics += ["def several(outputs, data):", "    return [0.5, 0.7]", "def nothing(outputs, data):", "    pass"]
     (tmp_path / "metric.py").write_text("\n".join([*metrics, "number = 3", ""]))
     return tmp_path
 
@@ -122,6 +123,12 @@ CASES: list[tuple[tuple[str, ...], int, str]] = [
     ((*OPTIMIZE, "--dim", "height=1:2:3"), 2, "no dynamic dim 'height'"),
     ((*OPTIMIZE, "--metric", "{d}/metric.py:raises", "--data", "{d}/good.npz"), 2, "ZeroDivisionError"),
     ((*OPTIMIZE, "--metric", "{d}/metric.py:nan", "--data", "{d}/good.npz"), 2, "returned nan"),
+    (
+        (*OPTIMIZE, "--metric", "{d}/metric.py:several", "--data", "{d}/good.npz"),
+        2,
+        "returned list; it has to return one",
+    ),
+    ((*OPTIMIZE, "--metric", "{d}/metric.py:nothing", "--data", "{d}/good.npz"), 2, "returned NoneType; it has to"),
     ((*OPTIMIZE, "--metric", "{d}/metric.py:gone", "--data", "{d}/good.npz"), 2, "has no 'gone'"),
     ((*OPTIMIZE, "--metric", "{d}/metric.py:number", "--data", "{d}/good.npz"), 2, "not a function"),
     ((*OPTIMIZE, "--metric", "{d}/metric.py:nan"), 2, "pass --data"),

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 import accel
-from accel.api.reproduce import reproduce
+from accel.api.reproduce import Reproduction, reproduce
 from accel.artifact import Artifact
 from accel.converters.cast import CastConfig
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig
@@ -121,3 +121,33 @@ def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
     plain.write_bytes(digits.path.read_bytes())
     with pytest.raises(ChainBroken, match="no manifest"):
         reproduce(plain)
+
+
+def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path: Path) -> None:
+    """Fails if a file that isn't the recorded one any more passes because its stages give what the manifest says."""
+    stub(tmp_path, 2)
+    exported = accel.export(f"{tmp_path}/net.py:make", out=tmp_path / "net.onnx")
+    made = run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(), out=tmp_path / "net.engine")
+    body = bytearray(made.path.read_bytes())
+    body[len(body) // 2] ^= 1
+    made.path.write_bytes(body)
+    ran = cli("reproduce", made.path)
+    assert ran.code == 1, ran.stderr
+    assert "changed since it was made" in " ".join(ran.stdout.split())
+    found = Reproduction(stages=(), intact=False).to_json()
+    assert (found["passed"], found["identical"], found["intact"]) == (False, False, False)
+
+
+def test_a_source_that_was_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a chain can only be run again from the folder in which it was made, or if a file of the same name that
+    lies here is passed by for the recorded one."""
+    (tmp_path / "elsewhere").mkdir()
+    stub(tmp_path, 2)
+    monkeypatch.chdir(tmp_path)
+    made = accel.export("net.py:make", out="net.onnx")
+    path = made.path.resolve()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert reproduce(path).passed
+    stub(tmp_path / "elsewhere", 3)
+    with pytest.raises(ChainBroken, match=r"net\.py"):
+        reproduce(path)

@@ -18,7 +18,7 @@ from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBui
 from accel.converters.onnx_for_tensorrt import check_onnx
 from accel.converters.preflight import preflight as look
 from accel.converters.quantize import QuantizeConfig
-from accel.errors import GateFailed, UnknownName
+from accel.errors import GateFailed, NothingPassed, UnknownName
 from accel.sources.onnx_file import open_onnx
 from accel.stage import run_stage
 
@@ -236,3 +236,41 @@ def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path
     for row in body["kernels"]:
         assert ",".join(row["onnx"]) in unfolded
     assert f"{len(body['kernels'])} kernels: {len(found['fused'])} fused" in shown
+
+
+def in_float64(path: Path, shift: float) -> Artifact:
+    """(x + shift) - shift in float64, which float32 can only do where the shift is small."""
+    return artifact(
+        path,
+        [
+            node("Cast", "x", "d", to=TensorProto.DOUBLE),
+            node("Add", "d shift", "a"),
+            node("Sub", "a shift", "b"),
+            node("Cast", "b", "f", to=FLOAT),
+            node("MatMul", "f w", "y"),
+        ],
+        {"x": (FLOAT, ["batch", 8])},
+        {"y": (FLOAT, ["batch", 4])},
+        {"shift": np.float64(shift), "w": RNG.standard_normal((8, 4)).astype(np.float32)},
+    )
+
+
+def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp_path: Path) -> None:
+    """Fails if a node in float64 isn't listed, if what float32 can do isn't rewritten and built, or if an engine that
+    computes float64 in float32 is judged on a graph that computes it in float64."""
+    import accel
+
+    mild = in_float64(tmp_path / "mild.onnx", 2.0)
+    found = look(mild.path)
+    assert [(r.node, r.safe) for r in found] == [("n_d", True), ("n_a", True), ("n_b", True)], found
+    ran = cli("preflight", mild.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
+    assert ran.code == 0, ran.stderr
+    x = RNG.standard_normal((4, 8)).astype(np.float32)
+    assert np.allclose(run(open_onnx(tmp_path / "fixed.onnx"), x=x)["y"], run(mild, x=x)["y"], atol=1e-5)
+    wanted: dict[str, Any] = {"target": "tensorrt-rtx", "compute_capabilities": ["8.6"], "precision": "fp32"}
+    made = accel.optimize(mild.path, out=tmp_path / "mild", **wanted)
+    assert "fit_tensorrt" in [record["name"] for record in made.artifact.history]
+    assert made.chosen == "tensorrt-rtx fp32"
+    wild = in_float64(tmp_path / "wild.onnx", 1e9)
+    with pytest.raises(NothingPassed, match="stage fit_tensorrt changed the output 'y'"):
+        accel.optimize(wild.path, out=tmp_path / "wild", **wanted)
