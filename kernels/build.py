@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from accel.cpu import available_cores
 from accel.errors import UnknownName, UnsupportedHere
 from accel.kernels.tuned import cache_folder
 from accel.kernels.units import UNITS, cutlass_includes, has_code_for, units_for
@@ -245,7 +244,7 @@ def _compile_all(
     compilers: Compilers, compiled: Sequence[Job], objects: Sequence[Path], jobs: int | None, progress: Progress
 ) -> tuple[str, ...]:
     warnings: list[str] = []
-    with ThreadPoolExecutor(jobs or available_cores()) as pool:
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         running = {
             pool.submit(compilers.run, [*job.command, "-c", "-o", str(target)]): job.name
             for job, target in zip(compiled, objects, strict=True)

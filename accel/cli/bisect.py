@@ -59,7 +59,7 @@ def _human(found: BisectReport) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    looked = f"{found.tensors} tensors matched"
+    looked = f"{found.tensors} tensors paired"
     looked += f", {found.by_structure} of them by structure" if found.by_structure else ""
     looked += f", {found.unmatched} without a counterpart" if found.unmatched else ""
     looked += f"; {found.runs} runs, limit {found.limit:g}"
