@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,8 @@ from typing import Any
 from accel.artifact import text_sha256
 from accel.errors import BadSource, one_line
 
+_ACCEL = Path(__file__).resolve().parents[1]
+_INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 SOURCE = "accel_source_"  # what the names of modules that were a file begin with
 
 
@@ -80,10 +83,18 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 
 def raised(what: str, error: Exception | SystemExit) -> BadSource:
-    """What the user's own code raised, in one line with the place. (What ends the process is no way to end a call.)"""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    file, line = frame.filename, frame.lineno
+    """What the user's own code raised, in one line with the place: where that code was, rather than the library that it
+    called. (What ends the process is no way to end a call.)"""
+    frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if not _within(f.filename, _ACCEL)]
+    frame = next((f for f in frames if Path(f.filename).is_file() and not _within(f.filename, *_INSTALLED)), None)
+    frame = frame or next(iter(frames), None)
+    place = f"{Path(frame.filename).name} line {frame.lineno}" if frame else ""
     if isinstance(error, SyntaxError) and error.filename:  # it has not run: the last frame is the import's own
-        file, line = error.filename, error.lineno
-    reason = one_line(error, 200)
-    return BadSource(f"{what} raised {type(error).__name__}: {reason} ({Path(file).name} line {line}); mend it there")
+        place = f"{Path(error.filename).name} line {error.lineno}"
+    there = f" ({place}); mend it there" if place else "; mend it"  # a call that it doesn't take, say
+    return BadSource(f"{what} raised {type(error).__name__}: {one_line(error, 200)}{there}")
+
+
+def _within(file: str, *folders: Path) -> bool:
+    path = Path(file).resolve()
+    return not path.is_relative_to(_ACCEL / "examples") and any(path.is_relative_to(folder) for folder in folders)

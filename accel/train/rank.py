@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -62,12 +63,20 @@ def leave(out: Path, rank: int, error: BaseException) -> None:
     body = {
         "rank": rank,
         "time": time.time(),
-        "error": f"{type(said).__name__}: {one_line(said, None)}",
+        "error": _of_the_loader(said) or f"{type(said).__name__}: {one_line(said, None)}",
         "message": str(said) if isinstance(said, AccelError) else "",
         "kind": type(said).__name__,
         "traceback": traceback.format_exc(),
     }
     (folder / f"rank-{rank}.json").write_text(json.dumps(body))
+
+
+def _of_the_loader(error: BaseException) -> str:
+    """What a process that loads samples met: its whole traceback is the text of the error that comes here."""
+    text = str(error).strip()
+    if not re.match(r"Caught \w+ in DataLoader worker", text):
+        return ""
+    return f"{one_line(text.splitlines()[-1], None)} (in a process of the loader)"
 
 
 def disk_full(where: Path | str) -> CannotWrite:

@@ -324,3 +324,21 @@ def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
     ran = cli(*words, "--input", "bb:float32[batch,4]")
     assert ran.code == 2
     assert "forward has no parameter 'bb'; name the inputs as it does: a, b" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("takes", r"missing 1 required positional argument: 'width'; mend it$"),
+        ("calls", r"cannot be multiplied.* \(raises.py line 3\); mend it there$"),
+        ("says", r"ValueError: no weights \(raises.py line 4\); mend it there$"),
+    ],
+)
+def test_where_a_factory_raised(tmp_path: Path, name: str, said: str) -> None:
+    """Fails if the place is one in accel or in the library that was called, which nobody can mend."""
+    (tmp_path / "raises.py").write_text(
+        "import torch\ndef takes(width): return width\ndef calls(): return torch.zeros(1, 4) @ torch.zeros(3, 2)\n"
+        "def says(): raise ValueError('no weights')\n"
+    )
+    with pytest.raises(BadSource, match=said):
+        open_source(f"{tmp_path}/raises.py:{name}")

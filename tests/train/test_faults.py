@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import SMALL, config_of, logged, rows_of
+from torch.utils.data import DataLoader
 
 from accel.errors import CannotWrite, TrainingFailed
 from accel.train import watchdog
@@ -176,6 +177,20 @@ def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monk
     error = first_errors(tmp_path, [0, 1], 1)
     assert isinstance(error, CannotWrite)
     assert f"no space left for {tmp_path}; free some space" in str(error)
+
+
+def _unreadable(index: int) -> int:
+    raise ValueError(f"sample {index} is cut short")
+
+
+def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
+    """Fails if what is wrong with a sample stands behind the traceback of the process that loaded it, cut off."""
+    batches = DataLoader([0, 1], num_workers=1, collate_fn=lambda rows: _unreadable(rows[0]))
+    with pytest.raises(ValueError, match="DataLoader worker") as caught:
+        next(iter(batches))
+    leave(tmp_path, 0, caught.value)
+    said = str(first_errors(tmp_path, [0], 1))
+    assert said.startswith("ValueError: sample 0 is cut short (in a process of the loader); the tracebacks are in")
 
 
 @pytest.mark.slow
