@@ -131,7 +131,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         tensor_parallel.distribute(module, ranks.tp, styles, sequence=p.sequence_parallel)
         if tried is not None and ranks.pp is None:  # a stage alone has no sample
             exact = parameter_dtype(mode) == torch.float32 and not config.precision.tf32
-            tensor_check.check_same(module, tried, ranks.tp, exact=exact)
+            tensor_check.check_same(module, tried, ranks.tp, exact=exact, sequence=p.sequence_parallel)
     ddp = ranks.tp is None and ranks.pp is None
     if ranks.pp is not None:
         for stage in stages:

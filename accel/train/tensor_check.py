@@ -31,6 +31,10 @@ _FIX = (
     "a rank has its share of what a column gives: a row has to follow, and code that counts heads takes what is left, "
     "view(b, s, -1, width); correct that, or use another --tp"
 )
+_SEQUENCE = (
+    "; sizes of an input (b, s, _ = x.shape) are those of a rank's part of the sequence there: take them from what a "
+    "column gave, or pass --parallel.sequence_parallel=false"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +92,11 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
                     )
 
 
-def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool) -> None:
+def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool, sequence: bool) -> None:
     """Raise ``BadConfig`` where ``module``, now cut over ``mesh``, can't be run or makes something else of the sample
-    than it did ``whole``. ``exact``: its parameters and products are float32."""
+    than it did ``whole``. ``exact``: its parameters and products are float32. ``sequence``: the ranks share the
+    sequence between cut modules."""
+    fix = _FIX + _SEQUENCE if sequence else _FIX
     running: list[str] = []
     try:
         found = attempt(module, whole.inputs, running)
@@ -101,14 +107,14 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
         seen = next((one for one in whole.attentions if one.module == where and one.has_heads), None)
         heads = f" of {seen.query[_HEADS]} heads" if seen is not None else ""
         raise BadConfig(
-            f"cut over tp {mesh.size()}, {where or 'the model'}{heads} can't be run ({reason}); {_FIX}"
+            f"cut over tp {mesh.size()}, {where or 'the model'}{heads} can't be run ({reason}); {fix}"
         ) from error
     for before, after in zip(whole.attentions, found.attentions, strict=False):
         if before.has_heads and after.has_heads and before.query[_WIDTH] != after.query[_WIDTH]:
             raise BadConfig(
                 f"cut over tp {mesh.size()}, {before.module} makes {after.query[_HEADS]} heads of width "
                 f"{after.query[_WIDTH]} of a rank's share of {before.query[_HEADS]} heads of width "
-                f"{before.query[_WIDTH]}; {_FIX}"
+                f"{before.query[_WIDTH]}; {fix}"
             )
     limit = 1e-3 if exact else 0.1
     right = whole.output is None or found.output is None or _apart(found.output, whole.output) <= limit
