@@ -136,9 +136,8 @@ class Checkpoints:
     def _unwritten(self, final: Path, error: BaseException) -> CannotWrite:
         if self._first:  # what is half written takes the room that saying so needs
             shutil.rmtree(_beside(final), ignore_errors=True)
-        return CannotWrite(
-            f"the checkpoint {final} could not be written ({_reason(error)}); free some space, the one before is whole"
-        )
+        before = "the one before is whole" if self.complete() else "there is none before it"
+        return CannotWrite(f"the checkpoint {final} could not be written ({_reason(error)}); free some space, {before}")
 
     def _together(self, own: Any) -> list[Any]:
         """What every rank has, in the order of the ranks."""

@@ -268,6 +268,10 @@ class Trainer:
             else:
                 if self.log is not None:
                     self.log.evaluation(self.step, self.metrics)
+                    name = self.config.checkpoint.best.removeprefix("-")
+                    if math.isnan(self.metrics.get(name, 0.0)):
+                        said = f"{name} is nan at step {self.step} and can't be the best"
+                        self.log.note(f"{said}; look at {self.config.evaluate}")
         best, failed, kind = self._told((best, failed, kind))
         if failed:
             self.save()

@@ -45,8 +45,18 @@ def _kind(found: object) -> str:
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the cross entropies and how many targets are counted (those that aren't -100).
 
-    ``outputs``: float[..., classes], ``targets``: int64[...].
+    ``outputs``: float[..., classes], ``targets``: int64[...]. Raises ``BadConfig`` where they are something else.
     """
+    if not isinstance(outputs, torch.Tensor):
+        raise BadConfig(
+            f"the model returns {_kind(outputs)}, and without a loss of your own it has to return the scores of the "
+            'classes; name one that takes it, loss = "FILE.py:NAME" (docs/training.md)'
+        )
+    if targets.is_floating_point():
+        raise BadConfig(
+            f"the targets are {str(targets.dtype).removeprefix('torch.')}, and without a loss of your own they have to "
+            'be classes (int64); loss = "accel.train.loss:squared_error" is for numbers'
+        )
     flat = targets.flatten()
     total = F.cross_entropy(outputs.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")
     return total, (flat != IGNORED).sum()

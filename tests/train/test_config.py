@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +15,7 @@ from accel.errors import BadConfig, BadData
 from accel.train import layout
 from accel.train.config import TrainConfig
 from accel.train.data import MicroBatches, Order, loader
+from accel.train.loss import cross_entropy
 from accel.train.schedule import learning_rate
 
 
@@ -213,3 +216,20 @@ def test_schedules() -> None:
     assert rates("constant") == pytest.approx([0.5, 1, 1, 1, 1])
     assert rates("linear") == pytest.approx([0.5, 1, 1, 0.55, 0.19])
     assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.55, 0.1 + 0.9 * 0.0244717], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "says"),
+    [
+        (
+            {"logits": torch.zeros(2, 3)},
+            torch.zeros(2, dtype=torch.int64),
+            "the model returns a dict, and without a loss",
+        ),
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.float64), "the targets are float64, .*squared_error"),
+    ],
+)
+def test_what_the_loss_of_classes_does_not_take(outputs: Any, targets: torch.Tensor, says: str) -> None:
+    """Fails if outputs or targets that need a loss of the user's own end in an error of torch's."""
+    with pytest.raises(BadConfig, match=says):
+        cross_entropy(outputs, targets)

@@ -51,6 +51,15 @@ def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None
     assert again.checkpoints.mark_best(2, {"top1": 0.5, "loss": 3.0})
 
 
+def test_a_best_that_is_no_number_is_said(tmp_path: Path) -> None:
+    """Fails if a metric that is nan means that no checkpoint is ever the best, in silence."""
+    source = tmp_path / "source.py"
+    source.write_text("def evaluate(model):\n    return {'top1': float('nan')}\n")
+    trainer_of(tmp_path, steps=1, evaluate=f"{source}:evaluate", checkpoint={"best": "top1"}).run()
+    assert {"note": f"top1 is nan at step 1 and can't be the best; look at {source}:evaluate"} in rows_of(tmp_path)
+    assert not (tmp_path / "checkpoints" / "best.json").exists()
+
+
 def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
     """Fails if a mistyped metric means that no checkpoint is ever the best, in silence."""
     source = tmp_path / "scores.py"
