@@ -45,7 +45,7 @@ class ServeOptions:
     restart: bool = False
     threads: int = 0
     cores: int = 0
-    grpc_threads: int = 128
+    grpc_threads: int = 512
     max_message: int = (1 << 31) - 1
     drain: float = 30.0
     tokens: str | None = None

@@ -78,7 +78,7 @@ class _Serve(click.Command):
     "--restart", is_flag=True, help="Start a process again when it crashes; always so with --processes 2 or more."
 )
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a session; 0: its share of the cores.")
-@click.option("--grpc-threads", type=click.IntRange(4), default=128, show_default=True, help="Calls that wait at once.")
+@click.option("--grpc-threads", type=click.IntRange(4), default=512, show_default=True, help="Calls that wait at once.")
 @click.option("--max-message", type=click.IntRange(1), default=(1 << 31) - 1, help="Largest message in bytes.")
 @click.option(
     "--drain", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to end after SIGTERM."

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Where torch's exporter notes the modules that a node comes from.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
+# What the cache keeps what was found of a file under; another name for another check.
+PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
         "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearMatMul", "QuantizeLinear",
@@ -267,7 +269,7 @@ def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signatur
 def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: bool = False) -> None:
     """``InvalidModel`` where the checker or ONNX Runtime refuse the file, or crash on it, in a child process; with
     ``crashes_only`` not where they refuse it. Once for each ``digest``: ``cache`` keeps what was found."""
-    found = cache.get_record("probed", digest)
+    found = cache.get_record(PROBED, digest)
     if found is None:
         try:
             refused = run_in_child("accel.sources.onnx_file:check", timeout=600, path=path)
@@ -276,7 +278,7 @@ def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: boo
             found = {"error": f"it crashes the native parser ({error})", "crashed": True}
         except TimeoutError:
             found = {"error": "it keeps the native parser busy for more than ten minutes", "crashed": True}
-        cache.put_record("probed", digest, found)
+        cache.put_record(PROBED, digest, found)
     if found["error"] and (found["crashed"] or not crashes_only):
         raise InvalidModel(f"{path}: {found['error']}; export the model again")
 
@@ -298,6 +300,8 @@ def check(path: Path) -> str | None:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
+        return None  # a right model for another machine: no product of bfloat16 on this CPU, say
     except Exception as error:
         return one_line(error)
     return None

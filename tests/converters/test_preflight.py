@@ -130,6 +130,19 @@ def test_a_fix_that_changes_the_model_is_not_published(
     assert not (tmp_path / "fixed.onnx").exists()
 
 
+def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
+    """Fails if a right model is called broken because ONNX Runtime has no CPU kernel for its types."""
+    cast = node("Cast", "x", "b", to=TensorProto.BFLOAT16)
+    nodes = [cast, node("MatMul", "b b", "p"), node("Cast", "p", "y", to=FLOAT)]
+    artifact(tmp_path / "b.onnx", nodes, {"x": (FLOAT, [3, 3])}, {"y": (FLOAT, [3, 3])})
+    found = preflight(tmp_path / "b.onnx", compute_capabilities=["7.5"])
+    assert "n_p" in [refusal.node for refusal in found.refusals]
+    assert preflight(tmp_path / "b.onnx", compute_capabilities=["8.6"]).refusals == ()
+    ran = cli("bench", str(tmp_path / "b.onnx"))
+    assert ran.code == 2
+    assert "ONNX Runtime has no kernel that" in ran.stderr
+
+
 def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
     """Fails if bfloat16 for 7.5 or float8 for 8.6 passes, or if it is refused where the GPU has it."""
     low = artifact(

@@ -26,6 +26,7 @@ from accel.serve.loading import Loading
 from accel.serve.model_files import Trust, valid_name
 from accel.serve.repository import Repository
 from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources.onnx_file import PROBED
 
 
 def open_repository(root: Path, **options: Any) -> Repository:
@@ -246,14 +247,14 @@ def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> 
     files = {path.name: "0" * 64} if insecure else found.hashes()
     Manifest(kind="onnx", signature=found.signature, files=files).write(manifest_path(path))
     crashed = {"error": "it crashes the native parser (SIGSEGV)", "crashed": True}
-    StageCache().put_record("probed", found.digest, crashed)
+    StageCache().put_record(PROBED, found.digest, crashed)
     try:
         repository = opened(tmp_path, loading=Loading(trust=Trust(insecure=insecure)))
         assert "it crashes the native parser" in reasons(repository)["linear"]
-        StageCache().put_record("probed", found.digest, {**crashed, "crashed": False})
+        StageCache().put_record(PROBED, found.digest, {**crashed, "crashed": False})
         assert scale(opened(tmp_path, loading=Loading(trust=Trust(insecure=insecure)))) == 1
     finally:
-        StageCache().put_record("probed", found.digest, {"error": None, "crashed": False})
+        StageCache().put_record(PROBED, found.digest, {"error": None, "crashed": False})
 
 
 def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
