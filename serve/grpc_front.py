@@ -49,7 +49,7 @@ class GrpcTransport:
         *,
         host: str = "127.0.0.1",
         port: int = 8001,
-        threads: int = 128,
+        threads: int,
         max_message: int = _INT32_MAX,
         tls: Tls | None = None,
         shared: bool = False,

@@ -153,9 +153,9 @@ def first_errors(
             f"{' | '.join(words)}; run the same command again, {_goes_on(out)}; --max-restarts does so by itself "
             f"(see {out / 'ranks.log'})"
         )
-    if not found and shutil.disk_usage(out).free < _ROOM:
-        return disk_full(out)
     if not found:
+        if shutil.disk_usage(out).free < _ROOM:
+            return disk_full(out)
         lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
         return TrainingFailed(
             f"the ranks died without a word (exit code {code}): {lines[-1] if lines else ''}; see {out / 'ranks.log'}"

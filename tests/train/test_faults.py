@@ -23,29 +23,20 @@ from accel.train.rank import leave
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
 # Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
+_SHARDS = """
+from accel.train.checkpoint import Checkpoints
+whole = Checkpoints.save
+def save(self, state, run):
+    if run["step"] == 6 and os.environ["RANK"] in %r:
+        self.wait()
+        full()
+    whole(self, state, run)
+Checkpoints.save = save
+from accel.train.loss import cross_entropy as dies
+"""
 _FULL = {
-    "a checkpoint": """
-from accel.train.checkpoint import Checkpoints
-whole = Checkpoints.save
-def save(self, state, run):
-    if run["step"] == 6:
-        self.wait()
-        full()
-    whole(self, state, run)
-Checkpoints.save = save
-from accel.train.loss import cross_entropy as dies
-""",
-    "the shard of one rank": """
-from accel.train.checkpoint import Checkpoints
-whole = Checkpoints.save
-def save(self, state, run):
-    if run["step"] == 6 and os.environ["RANK"] == "1":
-        self.wait()
-        full()
-    whole(self, state, run)
-Checkpoints.save = save
-from accel.train.loss import cross_entropy as dies
-""",
+    "a checkpoint": _SHARDS % "01",
+    "the shard of one rank": _SHARDS % "1",
     "what rank 0 adds": """
 import errno
 import accel.train.checkpoint as checkpoint
