@@ -15,6 +15,7 @@ from accel.artifact import Artifact
 from accel.converters.onnx_write import onnx_artifact
 from accel.converters.preflight import computes_in_float64, constant_tensors, quantized_type
 from accel.errors import StageFailed
+from accel.runtimes.onnx_rounded import inlined
 from accel.sources.onnx_file import read_proto
 from accel.stage import StageConfig
 
@@ -63,6 +64,9 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
     Raises ``NotFitted``.
     """
     model = read_proto(src.path, weights=True)
+    # A local function with float64 in it is opened first: its nodes are rewritten where they stand.
+    double = computes_in_float64(inlined(model).graph)
+    model = inlined(model) if double else model
     graph = model.graph
     types = {name: int(t.data_type) for name, t in constant_tensors(graph).items()}
     fit = _Fit(graph, types)
@@ -70,7 +74,6 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
         if node.op_type in ("QuantizeLinear", "DequantizeLinear") and node.domain in ("", "ai.onnx"):
             fit.rewrite(node)
     fit.finish()
-    double = computes_in_float64(graph)
     if double:
         _in_float32(graph)
     notes = fit.counts | ({"float64": True} if double else {})

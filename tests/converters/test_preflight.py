@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper
 from onnx_builder import FLOAT, artifact, node, run
 
 from accel.api.preflight import preflight
@@ -287,3 +287,24 @@ def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp
     wild = in_float64(tmp_path / "wild.onnx", 1e9)
     with pytest.raises(NothingPassed, match="stage fit_tensorrt changed the output 'y'"):
         accel.optimize(wild.path, out=tmp_path / "wild", **wanted)
+
+
+def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Path) -> None:
+    """Fails if float64 that only a local function has stays in the file that an engine is built from."""
+    path = tmp_path / "function.onnx"
+    model = onnx.load(in_float64(path, 2.0).path)
+    inside = list(model.graph.node)[:-1]
+    constant = helper.make_node("Constant", [], ["shift"], value=model.graph.initializer[0])
+    opsets = list(model.opset_import)
+    model.functions.append(helper.make_function("here", "There", ["x"], ["f"], [constant, *inside], opsets))
+    model.opset_import.append(helper.make_opsetid("here", 1))
+    product = model.graph.node[-1]
+    del model.graph.node[:], model.graph.initializer[0]
+    model.graph.node.extend([helper.make_node("There", ["x"], ["f"], domain="here"), product])
+    onnx.save(model, str(path))
+    assert {r.cause for r in look(path)} == {"TensorRT computes float64 in float32 without a word"}
+    ran = cli("preflight", path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
+    assert ran.code == 0, ran.stderr
+    assert not look(tmp_path / "fixed.onnx")
+    x = RNG.standard_normal((4, 8)).astype(np.float32)
+    assert np.allclose(run(open_onnx(tmp_path / "fixed.onnx"), x=x)["y"], run(open_onnx(path), x=x)["y"], atol=1e-5)
