@@ -129,6 +129,7 @@ STAGES: tuple[Stage, ...] = (
         gives="onnx",
         suffix=".onnx",
         packages=("onnx",),
+        version=2,
     ),
     Stage(
         name="engine_from_onnx",
