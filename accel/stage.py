@@ -33,6 +33,7 @@ from accel.errors import (
     StageFailed,
     UnsupportedHere,
 )
+from accel.memory import trim
 from accel.progress import report
 from accel.signature import Signature, TensorSpec
 from accel.stage_table import READERS, Stage, get_stage
@@ -214,6 +215,7 @@ def _make(
     inside = folder / f"model{stage.suffix}"
     with cache.resuming(key):
         result = function(src, config, inside)
+    trim()
     if not result.path.is_file() or result.path.stat().st_size == 0:
         raise StageFailed(f"stage {stage.name} wrote no output; run it again with --no-cache")
     result = check_contract(stage, src, config, result)

@@ -15,6 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
 from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange, one_line
+from accel.memory import trim
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype, shapes_of
 
@@ -110,6 +111,7 @@ class OnnxRuntimeSession(BaseSession):
         """Free the model's memory and end its thread pool."""
         super().close()
         self.session = None
+        trim()
 
 
 class OnnxRuntimeCudaSession(OnnxRuntimeSession):

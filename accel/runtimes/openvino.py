@@ -22,6 +22,7 @@ from accel.errors import (
     one_line,
     shortened,
 )
+from accel.memory import trim
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype, shapes_of
 
@@ -230,6 +231,7 @@ class OpenVinoSession(BaseSession):
         super().close()
         self._free = SimpleQueue()
         self._model = self._core = None
+        trim()
 
 
 def reason(error: BaseException, most: int = 300) -> str:

@@ -1,0 +1,61 @@
+"""What a closed model held goes back to the system."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from accel.child import run_in_child
+from accel.runtimes.base import open_session
+from accel.sources.onnx_file import open_onnx
+
+WIDTH, LAYERS, SIZES = 768, 40, (1, 2)
+SIZE = WIDTH * WIDTH * LAYERS * 4  # bytes
+
+
+def chain(path: Path, layers: int) -> Path:
+    """A chain of products with weights of 2 MB, as a transformer has them."""
+    weight = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 28
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", [f"v{i}", f"w{i}"], [f"v{i + 1}"]) for i in range(layers)],
+        "g",
+        [helper.make_tensor_value_info("v0", TensorProto.FLOAT, ["batch", WIDTH])],
+        [helper.make_tensor_value_info(f"v{layers}", TensorProto.FLOAT, ["batch", WIDTH])],
+        [numpy_helper.from_array(weight, f"w{i}") for i in range(layers)],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), str(path))
+    return path
+
+
+def kept_after(paths: list[Path]) -> int:
+    """Bytes by which this process grew over opening, running and closing models one after the other, the first (a
+    small one) not counted."""
+    before = 0
+    for path in paths:
+        with open_session(open_onnx(path)) as session:
+            for batch in SIZES:
+                session.run(session.example_inputs(batch=batch))
+        before = before or resident()
+    return resident() - before
+
+
+def resident() -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library that keeps freed memory is glibc")
+def test_closed_models_leave_no_memory_behind(tmp_path: Path) -> None:
+    """Fails if a process that opened models one after the other still has the size of one of them: a search through
+    many forms of a model took several times the memory that its largest form takes."""
+    small = chain(tmp_path / "small.onnx", 2)
+    large = [chain(tmp_path / f"{index}.onnx", LAYERS + index) for index in range(3)]
+    kept = run_in_child("test_memory:kept_after", paths=[small, *large])
+    assert kept < SIZE / 2, f"{kept / SIZE:.2f} of the model's size"
