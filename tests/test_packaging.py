@@ -50,8 +50,8 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
 
 # What each part may import of accel, beside itself and what every part shares. ``accel`` is what lies at its top.
 SHARED = {
-    "artifact", "cache", "child", "cpu", "errors", "key_values", "memory", "progress", "signature", "stage", "stage_table",
-    "target",
+    "artifact", "cache", "child", "cpu", "errors", "key_values", "memory", "progress", "signature", "stage",
+    "stage_table", "target",
 }  # fmt: skip
 MAY_IMPORT = {
     "accel": set(),
