@@ -6,6 +6,7 @@ Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimizatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from accel.bench.statistics import MIN_FLOOR, MIN_ROUNDS, Ratio, judge, speedup
 from accel.cache import StageCache
 from accel.errors import AccelError
+from accel.memory import available
 from accel.optimizer.budget import Budget
 from accel.optimizer.candidate import CandidateResult, judged
 from accel.optimizer.choice import fastest
@@ -31,6 +33,9 @@ _FINALISTS = 2
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
 _SOURCES = 2  # processes of the source in each measurement
+# What a process takes: a runtime, the model as it was read, and once more as the runtime has packed it.
+_RUNTIME_MB = 200
+_COPIES = 2
 
 
 @dataclass(kw_only=True)
@@ -47,7 +52,7 @@ class Search:
 
     def best(self, rows: Sequence[CandidateResult]) -> CandidateResult:
         """The fastest of the right ``rows`` that is measurably faster than the source, else the source."""
-        finalists = self._halved([row for row in rows if row.status == "passed"])
+        finalists = self._halved(self._fitting([row for row in rows if row.status == "passed"]))
         new = not finalists or any(row.measured is None for row in finalists)
         if self.budget.left >= self._seconds(len(finalists)) or (finalists and new):
             self._measure(finalists, self._long(len(finalists), _SECONDS_OF_CANDIDATES))
@@ -90,7 +95,11 @@ class Search:
         measurable = [base for base in bases if base is not self.source]
         for base in measurable:
             base.reason = ""
-        ready = [*measurable, *(row for row in made if row.status == "passed")]
+        passed = [row for row in made if row.status == "passed"]
+        beside = [[base, *(row for row in passed if row.base == base.name)] for base in bases]
+        ready, *late = self._groups([row for rows in beside for row in rows if row is not self.source])
+        for row in (row for group in late for row in group if row.base):
+            row.status, row.reason = "not tried", "it doesn't fit into memory beside the others; free some"
         self._measure(ready, self._long(len(ready), _SECONDS_OF_OPTIONS))
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
@@ -100,6 +109,33 @@ class Search:
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.status == "passed" and not row.reason]
         return fastest(self.source, contenders), made
+
+    def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
+        """``rows``; where their processes don't fit into memory at once the better half of them, and again. Each is
+        timed beside the source, with as many others as there is room for."""
+        while len(rows) > 1 and self.budget.left > 0 and len(groups := self._groups(rows)) > 1:
+            limit = self.budget.left if self.budget.limited else None
+            for group in groups:
+                self._measure(group, Effort(rounds=MIN_ROUNDS, block_seconds=_SHORT_BLOCK_SECONDS, limit=limit))
+            ranked = sorted((r for r in rows if r.status == "passed"), key=lambda r: -(r.measured or {})["speedup"])
+            rows = ranked[: max(1, len(ranked) // 2)]
+            for row in ranked[len(rows) :]:
+                row.reason = f"slower than {rows[0].name} in a short measurement: all at once don't fit into memory"
+                row.missed_final = True
+        return rows
+
+    def _groups(self, rows: Sequence[CandidateResult]) -> list[list[CandidateResult]]:
+        """``rows`` in order, together as many as fit into memory beside the source, one at least."""
+        room = available()
+        groups: list[list[CandidateResult]] = [[]]
+        left = first = math.inf if room is None else room / 1e6 - _SOURCES * _megabytes(self.source)
+        for row in rows:
+            if groups[-1] and _megabytes(row) > left:
+                groups.append([])
+                left = first
+            groups[-1].append(row)
+            left -= _megabytes(row)
+        return groups
 
     def _halved(self, rows: list[CandidateResult]) -> list[CandidateResult]:
         """Those that are worth a long measurement: all of them, unless time is short."""
@@ -145,6 +181,11 @@ class Search:
 
     def _floor(self) -> float:
         return float(self.environment.get("noise_floor") or 0.0)
+
+
+def _megabytes(row: CandidateResult) -> float:
+    """About what its process takes."""
+    return _RUNTIME_MB + _COPIES * (row.megabytes or 0.0)
 
 
 def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bool:

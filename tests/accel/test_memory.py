@@ -1,9 +1,10 @@
-"""What a closed model held goes back to the system."""
+"""How much memory there is; what a closed model held goes back to the system."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from accel import memory
 from accel.child import run_in_child
 from accel.runtimes.base import open_session
 from accel.sources.onnx_file import open_onnx
@@ -49,6 +51,40 @@ def resident() -> int:
     found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024
+
+
+STATISTICS = "file 900\ninactive_file 100\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "room"),
+    [
+        ({}, None),
+        ({"meminfo": "MemTotal: 9 kB\nMemAvailable:    4 kB\n"}, 4096),
+        ({"meminfo": "MemAvailable: 4 kB\n", "memory.max": "max\n", "memory.current": "7\n"}, 4096),
+        ({"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": STATISTICS}, 400),
+        ({"meminfo": "MemAvailable: 4 kB\n", "memory.max": "1000\n", "memory.current": "1200\n"}, 0),
+        ({"meminfo": "MemAvailable: 4 kB\n", "memory.max": "nonsense", "memory.current": ""}, 4096),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "600\n",
+                "memory/memory.stat": "total_inactive_file 50\n",
+            },
+            450,
+        ),
+    ],
+)
+def test_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], room: int | None
+) -> None:
+    """Fails if a container's limit isn't seen, in either version, or what the system doesn't say is made up."""
+    monkeypatch.setattr(memory, "_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory.available() == room
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library that keeps freed memory is glibc")

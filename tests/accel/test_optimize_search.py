@@ -58,6 +58,7 @@ class Timed:
             row.measured = {
                 "median_ms": float(np.median(medians)),
                 "round_medians_ms": medians.tolist(),
+                "speedup": ratio,
                 "verdict": "faster" if ratio > 1.02 else "slower" if ratio < 0.98 else "no measurable difference",
             }
         return {"noise_floor": 0.02}
@@ -188,6 +189,36 @@ def test_halving(searching: Any) -> None:
     assert timed.calls[0][1].block_seconds < timed.calls[1][1].block_seconds < timed.calls[2][1].block_seconds
     assert all(r.reason for r in rows if r is not best)
     assert sum("short measurement" in r.reason for r in rows) == 6
+
+
+@pytest.mark.parametrize("gigabytes", [12, 5, 1])
+def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
+    searching: Any, monkeypatch: pytest.MonkeyPatch, gigabytes: int
+) -> None:
+    """Fails if more models are loaded at once than memory has room for, if the fastest is lost by that, or if little
+    memory ends the search."""
+    names = [f"c{i}" for i in range(5)]
+    ms = {name: 9.0 - i % 4 for i, name in enumerate(names)}
+    timed = Timed({"source": 10.0} | ms | {f"{name}, 1 thread": value / 2 for name, value in ms.items()})
+    search = searching(timed)
+    search.source.megabytes = 500.0
+    rows = [row(name) for name in names]
+    for one in rows:
+        one.megabytes = 500.0
+    monkeypatch.setattr(module, "available", lambda: gigabytes * 10**9)
+    best = search.best(rows)
+    assert best.name == "c3"
+    counts = {12: [5], 5: [2, 2, 1, 2], 1: [1] * 8}
+    assert [len(called) for called, _ in timed.calls] == counts[gigabytes]
+    assert timed.calls[-1][1].rounds == 9
+    assert all(r.reason for r in rows if r is not best)
+    assert sum("memory" in r.reason for r in rows) == {12: 0, 5: 3, 1: 4}[gigabytes]
+    chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
+    if gigabytes == 1:
+        assert chosen is best
+        assert [(r.status, "memory" in r.reason) for r in made] == [("not tried", True)]
+    else:
+        assert chosen.name == "c3, 1 thread"
 
 
 @settings(max_examples=60, deadline=None)
