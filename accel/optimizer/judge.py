@@ -14,7 +14,7 @@ from accel.artifact import Artifact, finite_json, text_sha256
 from accel.errors import BadData, RunFailed, UsageError
 from accel.optimizer.label_metric import LabelMetric
 from accel.progress import report
-from accel.runtimes.base import SessionOptions, open_session
+from accel.runtimes.base import SessionOptions, detached, open_session
 from accel.sources.python_object import load_object, raised
 from accel.stage import path_sha256
 from accel.verify.compare import compare
@@ -100,7 +100,7 @@ class Judge:
         with open_session(candidate, runtime, settings) as session:
             for number, feeds in enumerate(self._feeds()):
                 report("judging", number / self._count)
-                outputs.append(session.run(cast_feeds(session, feeds)))
+                outputs.append(detached(session.run(cast_feeds(session, feeds))))
         differences = [compare(a, b) for a, b in zip(reference, outputs, strict=True)]
         problems = [f"{d.output}: {d.problem}" for row in differences for d in row if d.problem]
         largest = max(d.max_abs for row in differences for d in row)
@@ -180,7 +180,7 @@ class Judge:
         if self._reference is None:
             with open_session(self.source, gate_runtime(self.source)) as session:
                 try:
-                    self._reference = [session.run(feeds) for feeds in self._feeds()]
+                    self._reference = [detached(session.run(feeds)) for feeds in self._feeds()]
                 except RunFailed:
                     if self.data is not None:
                         check_samples(self.source, self.data)  # names the sample

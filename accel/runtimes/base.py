@@ -224,6 +224,12 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
     return found
 
 
+def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Copies of a run's outputs, for who keeps them longer than the session: an output of ONNX Runtime lies in memory
+    of its session, all of which (the results of all layers at the largest shape) would stay as long as it."""
+    return {name: value.copy() for name, value in outputs.items()}
+
+
 def open_session(
     artifact: Artifact, runtime: str | None = None, options: Mapping[str, Any] | SessionOptions | None = None
 ) -> BaseSession:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed, RunFailed, one_line
 from accel.progress import report
-from accel.runtimes.base import BaseSession, Session, default_runtime, open_session
+from accel.runtimes.base import BaseSession, Session, default_runtime, detached, open_session
 from accel.signature import Signature
 from accel.stage import NOT_FINITE, GateResult, path_sha256
 from accel.verify.compare import Difference, compare
@@ -181,7 +181,7 @@ class Outputs:
             return _outputs[key]
         if self._session is None:
             self._session = self._stack.enter_context(open_session(self._artifact, self._runtime))
-        found = self._session.run(cast_feeds(self._session, feeds))
+        found = detached(self._session.run(cast_feeds(self._session, feeds)))
         _outputs[key] = found
         while sum(v.nbytes for kept in _outputs.values() for v in kept.values()) > _OUTPUT_BYTES:
             _outputs.popitem(last=False)

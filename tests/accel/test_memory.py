@@ -14,8 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel import memory
 from accel.child import run_in_child
+from accel.optimizer.judge import Judge
 from accel.runtimes.base import open_session
 from accel.sources.onnx_file import open_onnx
+from accel.verify.gates import OutputGate
 
 WIDTH, LAYERS, SIZES = 768, 40, (1, 2)
 SIZE = WIDTH * WIDTH * LAYERS * 4  # bytes
@@ -95,3 +97,45 @@ def test_closed_models_leave_no_memory_behind(tmp_path: Path) -> None:
     large = [chain(tmp_path / f"{index}.onnx", LAYERS + index) for index in range(3)]
     kept = run_in_child("test_memory:kept_after", paths=[small, *large])
     assert kept < SIZE / 2, f"{kept / SIZE:.2f} of the model's size"
+
+
+WIDE = 1 << 23
+
+
+def wide(path: Path) -> Path:
+    """One number a sample, by way of 32 MB a sample."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("Tile", ["x", "times"], ["t"]),
+            helper.make_node("Exp", ["t"], ["e"]),
+            helper.make_node("ReduceMean", ["e", "axes"], ["y"]),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1])],
+        [numpy_helper.from_array(np.array([1, WIDE]), "times"), numpy_helper.from_array(np.array([1]), "axes")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), str(path))
+    return path
+
+
+def kept_after_looking(path: Path, how: str) -> int:
+    """Bytes by which this process grew over comparing a model with itself, when its sessions are closed."""
+    artifact = open_onnx(path)
+    with open_session(artifact) as session:
+        session.run(session.example_inputs(batch=1))
+    before = resident()
+    if how == "gate":
+        OutputGate(limit=1e-4).check(artifact, artifact)
+    else:
+        judge = Judge(artifact, data=None, metric=None)  # it keeps what the source gave
+        judge.judge(artifact, {"threads": 1})
+    return resident() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel counts")
+@pytest.mark.parametrize("how", ["gate", "judge"])
+def test_outputs_that_are_kept_hold_nothing_else(tmp_path: Path, how: str) -> None:
+    """Fails if what was inside a session stays in memory as long as its outputs, which are kept to be compared with."""
+    kept = run_in_child("test_memory:kept_after_looking", path=wide(tmp_path / "m.onnx"), how=how)
+    assert kept < WIDE * 4, f"{kept >> 20} MiB"
