@@ -312,7 +312,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
     assert caught.value.value is not None
     assert 1e-3 < caught.value.value < 0.1
     assert not (tmp_path / "fixed.onnx").exists()
-    with pytest.raises(NothingPassed, match="could be made.*write what needs float64.*which has float64") as refused:
+    with pytest.raises(NothingPassed, match=r"could be made.*write what needs float64.*which has float64") as refused:
         accel.optimize(
             lossy.path, out=tmp_path / "o", target="tensorrt-rtx", compute_capabilities=["8.6"], precision="fp32"
         )
