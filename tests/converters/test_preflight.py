@@ -18,7 +18,7 @@ from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBui
 from accel.converters.onnx_for_tensorrt import check_onnx
 from accel.converters.preflight import preflight as look
 from accel.converters.quantize import QuantizeConfig
-from accel.errors import GateFailed, NothingPassed, UnknownName
+from accel.errors import GateFailed, NothingPassed, UnknownName, UnsupportedHere
 from accel.sources.onnx_file import open_onnx
 from accel.stage import run_stage
 
@@ -344,7 +344,8 @@ def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
 
 def test_float8_of_another_toolkit(tmp_path: Path) -> None:
     """Fails if a right float8 file is called invalid, since ONNX Runtime fuses its QDQ into an int8 product that takes
-    no float8; or if it gives other numbers than float8 has, or no engine comes of it."""
+    no float8; or if it gives other numbers than float8 has, if no engine comes of it, or if for a GPU without float8
+    the file itself passes for an engine."""
     import ml_dtypes
 
     import accel
@@ -373,3 +374,5 @@ def test_float8_of_another_toolkit(tmp_path: Path) -> None:
     assert np.allclose(found, xd @ wd, rtol=1e-5, atol=1e-5)
     result = accel.optimize(src.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.9"])
     assert result.chosen == "tensorrt-rtx fp8"
+    with pytest.raises(UnsupportedHere, match=r"8\.6 has no fp8; use int8 or build for 8\.9"):
+        accel.optimize(src.path, out=tmp_path / "old", target="tensorrt-rtx", compute_capabilities=["8.6"])
