@@ -79,7 +79,9 @@ def shape_of(point: Body) -> str:
 def noise_of(point: Body) -> str:
     """Where the noise floor comes from, and what was compared."""
     text = f"Measured noise floor {point['noise_floor']:.1%}, from {point['baseline']} against itself."
-    text = " ".join([text, *(f"Warning: {line}." for line in point.get("warnings", ()))])
+    text = " ".join(
+        [text, *(f"Warning: {line}{'' if line.endswith('?') else '.'}" for line in point.get("warnings", ()))]
+    )
     return f"{text} With several streams speedups are those of the throughput." if point["streams"] > 1 else text
 
 

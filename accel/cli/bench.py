@@ -126,10 +126,14 @@ def command(
         "tensorflow": tensorflow,
     }
     found: BenchReport | Sweep
-    if batches or lengths:
-        found = sweep(candidates, batches=batches, lengths=lengths, **options)
-    else:
-        found = bench(candidates, **options)
+    try:
+        if batches or lengths:
+            found = sweep(candidates, batches=batches, lengths=lengths, **options)
+        else:
+            found = bench(candidates, **options)
+    except KeyboardInterrupt as error:  # figures of two runs can't be joined: nothing is kept to go on with
+        said = "interrupted, no report was written; run the same command again, with fewer --rounds to be done sooner"
+        raise KeyboardInterrupt(said) from error
     for out in outs:
         found.write(out)
     reports = found.reports if isinstance(found, Sweep) else (found,)

@@ -49,12 +49,12 @@ def command(
     found = bisect(
         reference, candidate, data=data, limit=limit, samples=samples, scan=scan, dims=read_dims(dims) or None
     )
-    say.result(found.to_json(), lambda: _human(found))
+    say.result(found.to_json(), lambda: _human(found, scan))
     if found.divergence is not None:
         sys.exit(1)
 
 
-def _human(found: BisectReport) -> Any:
+def _human(found: BisectReport, scan: bool) -> Any:
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table
@@ -62,11 +62,15 @@ def _human(found: BisectReport) -> Any:
     looked = f"{found.tensors} tensors paired"
     looked += f", {found.by_structure} of them by structure" if found.by_structure else ""
     looked += f", {found.unmatched} without a counterpart" if found.unmatched else ""
-    looked += f"; {found.runs} runs, limit {found.limit:g}"
+    looked += f"; {found.runs} {'run' if found.runs == 1 else 'runs'}, limit {found.limit:g}"
     looked += "".join(f"\n{note}" for note in found.notes)
     if found.divergence is None:
-        inside = f"\ndiffer without consequence: {', '.join(found.harmless)}" if found.harmless else ""
-        return escape(f"the outputs agree: {looked}{inside}")
+        inside = (
+            "so does every tensor before them" if scan else "nothing else was looked at; --scan looks at every tensor"
+        )
+        if found.harmless:
+            inside = f"differ without consequence: {', '.join(found.harmless)}"
+        return escape(f"the outputs agree: {looked}\n{inside}")
     d = found.divergence
     lines = [f"first difference: {_node(d.node)}"]
     if d.node.module:

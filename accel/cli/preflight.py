@@ -12,6 +12,7 @@ from accel.cli import output_options
 
 if TYPE_CHECKING:
     from accel.api.preflight import PreflightReport
+    from accel.artifact import Artifact
     from accel.cli import Output
 
 
@@ -50,7 +51,7 @@ def _human(found: PreflightReport, target: str) -> Any:
     from rich.table import Table
 
     parts: list[Any] = []
-    table = Table(title=f"{target} refuses {len(found.refusals)} nodes", title_justify="left")
+    table = Table(title=f"{target} refuses {_nodes(len(found.refusals))}", title_justify="left")
     for column in ("node", "operator", "cause", "fix"):
         table.add_column(column, overflow="fold")
     left = {row.node for row in found.left}
@@ -61,9 +62,21 @@ def _human(found: PreflightReport, target: str) -> Any:
     if not found.asked_parser:
         parts.append(f"{target} isn't installed: its parser could not be asked about operators")
     if found.fixed:
-        what = ", ".join(f"{n} {name}" for name, n in found.fixed.history[-1]["notes"].items() if n)
-        parts.append(
-            escape(f"{found.fixed.path}: rewritten {what or 'nothing'}; {len(found.left)} nodes still refused")
-        )
+        left_over = f"{_nodes(len(found.left))} still refused"
+        parts.append(escape(f"{found.fixed.path}: rewritten {_rewritten(found.fixed) or 'nothing'}; {left_over}"))
         parts += [escape(f"  gate {p['stage']}: {p['summary']}") for p in found.fixed.proof()[-1:]]
     return Group(*parts)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" if count == 1 else f"{count} nodes"
+
+
+# The notes of the stage, for one and for more.
+_COUNTED = {"biases": "bias", "weights": "weight", "activations": "activation"}
+
+
+def _rewritten(fixed: Artifact) -> str:
+    notes = fixed.history[-1]["notes"]
+    counts = [f"{notes[name]} {one if notes[name] == 1 else name}" for name, one in _COUNTED.items() if notes.get(name)]
+    return ", ".join([*counts, *(["float64 as float32"] if notes.get("float64") else [])])

@@ -10,11 +10,12 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
+from accel.converters.fit_tensorrt import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 from accel.errors import AccelError, CannotWrite, GateFailed, UnsupportedHere, UsageError
 from accel.optimizer.budget import Budget, OutOfTime
 from accel.optimizer.judge import Judge, Judgement
 from accel.optimizer.mixed_precision import Trajectory, assign
-from accel.optimizer.recipes import NotTried, Recipe
+from accel.optimizer.recipes import STAGE_LIMITS, NotTried, Recipe
 from accel.progress import report
 from accel.stage import run_stage
 from accel.verify.gates import OutputGate, gate_runtime
@@ -148,6 +149,8 @@ def attempt(
         raise
     except GateFailed as error:
         row.status, row.reason, row.over_budget = "rejected", _reason(error), True
+        if doing == "its stage fit_tensorrt was over":  # no --max-drop reaches this gate
+            row.reason += f"; {NEEDS_FLOAT64 if limit == STAGE_LIMITS['fp32'] else NEEDS_OWN_SCALES}"
     except AccelError as error:
         row.status, row.reason = "rejected", _reason(error)
     return row

@@ -53,7 +53,8 @@ def likeliest(rows: list[CandidateResult]) -> CandidateResult:
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
         late = "give more --budget-seconds, " if any(row.out_of_time for row in rows) else ""
-        over = "raise --max-drop or " if any(row.over_budget for row in rows) else ""
+        # The limit of a gate is the stage's own: only what was judged can be had for a larger budget.
+        over = "raise --max-drop or " if any(row.over_budget and row.judgement is not None for row in rows) else ""
         what = "is within the budget" if over else "could be made"
         raise NothingPassed(f"no candidate {what} ({reasons}); {late}{over}choose another --precision or --target")
     best = min(passed, key=lambda row: UNMEASURED_ORDER.index(row.precision))

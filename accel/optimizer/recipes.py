@@ -118,13 +118,14 @@ def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
 def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTried]]:
     """The candidates for ``src`` (an ONNX artifact), and those that can't be made, with the reason.
 
-    Raises ``UnsupportedHere`` where a precision that was asked for is none the targets have, or where kernels were
-    asked for and no candidate can have them.
+    Raises ``UnsupportedHere`` where a precision that was asked for, or the only one that ``src`` can have, is none the
+    targets have, or where kernels were asked for and no candidate can have them.
     """
     made: list[Recipe] = []
     left_out: list[NotTried] = []
     for target in request.targets:
-        own = [p for p in target.precisions if p != "fp8" or not _without_fp8(target, request)]
+        is_fp8 = src.properties.get("precision") == "fp8"  # nothing else can be made of it
+        own = [p for p in target.precisions if p != "fp8" or is_fp8 or not _without_fp8(target, request)]
         wanted = request.precisions or (*own, *_weight_only(src, target))
         for precision in wanted:
             name = f"{target.name} {precision}"
@@ -136,7 +137,8 @@ def recipes(src: Artifact, request: Request) -> tuple[list[Recipe], list[NotTrie
                 left_out.append(NotTried(name=name, reason=f"{target.name} has no {precision}"))
                 continue
             reason = _impossible(src, target, precision, request)
-            if reason and precision == "fp8" and request.precisions == ("fp8",) and len(request.targets) == 1:
+            only_fp8 = is_fp8 or request.precisions == ("fp8",)
+            if reason and precision == "fp8" and only_fp8 and len(request.targets) == 1:
                 raise UnsupportedHere(reason)
             if reason:
                 left_out.append(NotTried(name=name, reason=reason))

@@ -155,7 +155,7 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"{path} is empty; export it again")
     _register_operators(settings, path)
     try:
-        return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
+        return _session(path, settings, provider)
     except native.NotImplemented as error:
         raise UnsupportedHere(
             f"ONNX Runtime has no kernel that {path} needs ({_reason(error)}); cast or re-export it"
@@ -164,6 +164,19 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
     except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
         raise InvalidModel(f"ONNX Runtime can't load {path} ({_reason(error)}); export it again") from error
+
+
+def _session(path: Path, settings: Any, provider: str) -> Any:
+    try:
+        return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
+    except native.InvalidGraph as error:
+        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. A file that is right
+        # runs as it is written; of one that is wrong the first error is the one that says why.
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
+        except Exception:  # whatever it is
+            raise error from None
 
 
 def _register_operators(settings: Any, path: Path) -> None:

@@ -47,7 +47,9 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
     """
     manifest = artifact.manifest
     if manifest is None:
-        raise ChainBroken(f"{artifact.path} has no manifest, so nothing says how it was made")
+        raise ChainBroken(
+            f"{artifact.path} has no manifest, so nothing says how it was made; put the one it was made with beside it"
+        )
     if not manifest.stages:
         raise ChainBroken(f"{artifact.path} is as it came: no stage made it, so there is nothing to run again")
     hashes = {path_sha256(path): path for path in given}

@@ -233,3 +233,19 @@ def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path]
     ran = cli("bench", *two, *QUICK, "-o", two[0].parent)
     assert ran.code == 1
     assert "round" not in ran.stderr
+
+
+def test_ctrl_c_promises_nothing_to_go_on_with(
+    cli: Any, digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if who interrupts a measurement is told that the next one goes on where this one was, or gets a report."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("accel.api.bench.measure", interrupted)
+    ran = cli("bench", digits.path, "-o", tmp_path / "r.md")
+    assert (ran.code, ran.stdout) == (1, "")
+    assert "interrupted, no report was written; run the same command again" in ran.stderr
+    assert "goes on" not in ran.stderr
+    assert not (tmp_path / "r.md").exists()

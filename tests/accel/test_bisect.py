@@ -309,3 +309,33 @@ def test_nodes_of_the_older_exporter() -> None:
     old = helper.make_node("MatMul", ["a", "b"], ["c"], name="/encoder/layer.0/attention/MatMul")
     assert module_path(old) == "encoder.layer.0.attention"
     assert module_path(helper.make_node("MatMul", ["a", "b"], ["c"], name="plain")) == ""
+
+
+def test_it_says_how_much_was_looked_at(cli: Any, tmp_path: Path) -> None:
+    """Fails if models whose outputs agree are said to agree inside, too, where nobody looked: the scan finds a tensor
+    that differs."""
+
+    def build(path: Path, factor: float) -> Path:
+        return artifact(
+            path,
+            [
+                node("Abs", "x", "a"),
+                node("Mul", "a factor", "negative"),
+                node("Relu", "negative", "nothing"),
+                node("Add", "a nothing", "y"),
+            ],
+            {"x": (FLOAT, ["batch", 4])},
+            {"y": (FLOAT, ["batch", 4])},
+            {"factor": np.float32(factor)},
+        ).path
+
+    one, other = build(tmp_path / "a.onnx", -1.0), build(tmp_path / "b.onnx", -2.0)
+    quick = cli("bisect", one, other)
+    assert quick.code == 0
+    assert "1 run, limit" in quick.stdout
+    assert "nothing else was looked at; --scan looks at every tensor" in quick.stdout
+    scanned = cli("bisect", one, other, "--scan")
+    assert scanned.code == 0
+    assert "differ without consequence: negative" in scanned.stdout
+    assert "nothing else was looked at" not in scanned.stdout
+    assert "so does every tensor before them" in cli("bisect", one, one, "--scan").stdout

@@ -18,7 +18,7 @@ from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBui
 from accel.converters.onnx_for_tensorrt import check_onnx
 from accel.converters.preflight import preflight as look
 from accel.converters.quantize import QuantizeConfig
-from accel.errors import GateFailed, NothingPassed, UnknownName
+from accel.errors import GateFailed, NothingPassed, UnknownName, UnsupportedHere
 from accel.sources.onnx_file import open_onnx
 from accel.stage import run_stage
 
@@ -128,6 +128,18 @@ def test_a_fix_that_changes_the_model_is_not_published(
     with pytest.raises(GateFailed):
         preflight(foreign(tmp_path / "m.onnx", 100), fix=True, out=tmp_path / "fixed.onnx")
     assert not (tmp_path / "fixed.onnx").exists()
+
+
+def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    """Fails if a requantized graph that its gate refuses doesn't say which nodes it was and how to quantize instead."""
+    from accel.converters import fit_tensorrt
+
+    right = fit_tensorrt._Scale.symmetric
+    monkeypatch.setattr(fit_tensorrt._Scale, "symmetric", lambda self: right(self) * np.float32(10))
+    with pytest.raises(GateFailed, match=r"rewritten were .*n_xq.*: quantize the float model anew") as caught:
+        preflight(foreign(tmp_path / "m.onnx", 100), fix=True, out=tmp_path / "fixed.onnx")
+    assert caught.value.value is not None
+    assert caught.value.value > 0.1
 
 
 def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
@@ -308,3 +320,80 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
     assert not look(tmp_path / "fixed.onnx")
     x = RNG.standard_normal((4, 8)).astype(np.float32)
     assert np.allclose(run(open_onnx(tmp_path / "fixed.onnx"), x=x)["y"], run(open_onnx(path), x=x)["y"], atol=1e-5)
+
+
+def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) -> None:
+    """Fails if --fix takes a float32 form that ``accel.optimize`` refuses (here off by 2%), or if either refusal has no
+    way on: a larger --max-drop, say, which no gate knows of."""
+    import accel
+
+    lossy = in_float64(tmp_path / "lossy.onnx", 1e6)
+    with pytest.raises(GateFailed, match=r"rewritten were n_d, n_a, n_b: write what needs float64") as caught:
+        preflight(lossy, fix=True, out=tmp_path / "fixed.onnx")
+    assert caught.value.value is not None
+    assert 1e-3 < caught.value.value < 0.1
+    assert not (tmp_path / "fixed.onnx").exists()
+    with pytest.raises(NothingPassed, match=r"could be made.*write what needs float64.*which has float64") as refused:
+        accel.optimize(
+            lossy.path, out=tmp_path / "o", target="tensorrt-rtx", compute_capabilities=["8.6"], precision="fp32"
+        )
+    assert "--max-drop" not in str(refused.value)
+
+
+def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
+    """Fails if a count of one is a plural, or if float64 is counted as True."""
+    mild = in_float64(tmp_path / "mild.onnx", 2.0)
+    said = cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout
+    assert "refuses 3 nodes" in said
+    assert "rewritten float64 as float32; 0 nodes still refused" in said
+    said = cli("preflight", foreign(tmp_path / "m.onnx").path, "--fix", "-o", tmp_path / "g.onnx").stdout
+    assert "rewritten 1 bias, 1 weight, 1 activation; 0 nodes still refused" in said
+
+
+def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
+    """Fails if -o without --fix passes for a file that was written, or if a factory is told of options that preflight
+    doesn't have."""
+    src = foreign(tmp_path / "m.onnx")
+    ran = cli("preflight", src.path, "-o", tmp_path / "x.onnx")
+    assert (ran.code, ran.stdout) == (2, "")
+    assert "nothing is written without --fix" in ran.stderr
+    (tmp_path / "net.py").write_text("import torch\n\n\ndef make():\n    return torch.nn.Linear(3, 2)\n")
+    ran = cli("preflight", f"{tmp_path / 'net.py'}:make")
+    assert ran.code == 2
+    assert "make one of it with accel export" in ran.stderr
+
+
+def test_float8_of_another_toolkit(tmp_path: Path) -> None:
+    """Fails if a right float8 file is called invalid, since ONNX Runtime fuses its QDQ into an int8 product that takes
+    no float8; or if it gives other numbers than float8 has, if no engine comes of it, or if for a GPU without float8
+    the file itself passes for an engine."""
+    import ml_dtypes
+
+    import accel
+
+    float8 = ml_dtypes.float8_e4m3fn
+    weight = RNG.standard_normal((16, 8)).astype(np.float32)
+    scale = np.float32(np.abs(weight).max() / 448)
+    src = artifact(
+        tmp_path / "f8.onnx",
+        [
+            node("QuantizeLinear", "x xs xz", "xq"),
+            node("DequantizeLinear", "xq xs xz", "xd"),
+            node("DequantizeLinear", "w ws", "wd"),
+            node("MatMul", "xd wd", "y"),
+        ],
+        {"x": (FLOAT, ["batch", 16])},
+        {"y": (FLOAT, ["batch", 8])},
+        {"xs": np.float32(0.01), "xz": np.zeros((), float8), "w": (weight / scale).astype(float8), "ws": scale},
+        opset=20,
+    )
+    x = RNG.standard_normal((3, 16)).astype(np.float32)
+    xd = (x / np.float32(0.01)).astype(float8).astype(np.float32) * np.float32(0.01)
+    wd = (weight / scale).astype(float8).astype(np.float32) * scale
+    with accel.load(src.path) as session:
+        found = session.run({"x": x})["y"]
+    assert np.allclose(found, xd @ wd, rtol=1e-5, atol=1e-5)
+    result = accel.optimize(src.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.9"])
+    assert result.chosen == "tensorrt-rtx fp8"
+    with pytest.raises(UnsupportedHere, match=r"8\.6 has no fp8; use int8 or build for 8\.9"):
+        accel.optimize(src.path, out=tmp_path / "old", target="tensorrt-rtx", compute_capabilities=["8.6"])
