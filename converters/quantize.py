@@ -293,7 +293,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     except ChildCrashed as error:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
-                f"a tensor inside the model is NaN on the data that calibrates {task.config.form}, which leaves no "
+                f"a tensor inside the model is NaN on the data that calibrates the form {task.config.form}: no "
                 "range to quantize it in; mend what makes it in the model, leave such samples out, or keep the nodes "
                 "behind it in float with --quantize keep=NODE"
             ) from error
