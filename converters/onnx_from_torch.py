@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
+from accel.converters.export_advice import own_fault
 from accel.converters.torch_exporters import dynamo, example, legacy, named
 from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
 from accel.sources.onnx_file import describe, external_files, read_proto
-from accel.stage import StageConfig, check_contract
+from accel.stage import GateResult, StageConfig, check_contract
 from accel.stage_table import Stage, get_stage
 from accel.verify.gates import OutputGate, worst_result
 
@@ -42,6 +43,14 @@ class OnnxFromTorchConfig(StageConfig):
     ladder: tuple[str, ...] = ("dynamo", "legacy")
 
 
+class OutputsOff(ExportFailed):
+    """An exporter's file computes something else. ``results``: the comparisons over the limit."""
+
+    def __init__(self, message: str, results: Sequence[GateResult]) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
+
+
 class OpsetNotGiven(ExportFailed):
     """An exporter wrote another opset than the one asked for."""
 
@@ -55,6 +64,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
     """
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
+    off: list[Sequence[GateResult]] = []
     by_values, branches = False, ""  # torch.export found that the model does something else for other values; where
     for rung in config.ladder:
         if rung not in _RUNGS:
@@ -68,11 +78,13 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
             made = _verified(src, config, out, SEEDS[rung])
         except AccelError as error:
             refused[rung] = str(error)
+            off.append(error.results if isinstance(error, OutputsOff) else ())
         except Exception as error:  # exporters raise whatever the part that failed raises
             if full := no_space(error):
                 raise full from error
             by_values |= "data-dependent" in str(error)
             refused[rung] = f"{type(error).__name__}: {_first_line(error)}"
+            off.append(())
             if found := _NO_OPERATOR.search(str(error)):
                 missing[rung] = found[1] or found[2]
         else:
@@ -98,7 +110,9 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
-    raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){_advice(src)}")
+    raise ExportFailed(
+        f"no exporter gave a right model of {spec} ({reasons}){own_fault(src, named(src), off) or _advice(src)}"
+    )
 
 
 def _remove(out: Path) -> None:
@@ -203,9 +217,10 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int)
     worst = worst_result(results)
     failed = [r for r in results if r.passed is False]
     if failed:
-        raise ExportFailed(
+        raise OutputsOff(
             f"its outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} (limit {limit:g}) "
-            f"{failed[0].note}".rstrip()
+            f"{failed[0].note}".rstrip(),
+            failed,
         )
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})
 

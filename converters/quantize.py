@@ -275,6 +275,10 @@ def _is_transformer(model: onnx.ModelProto) -> bool:
     return "Attention" in ops or ("Softmax" in ops and any(True for _ in products))
 
 
+# How NNCF says that the ends of a range are not equal to themselves, that is NaN.
+_NO_RANGE = "only support input_high == output_high"
+
+
 def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     """Call ``function`` in a child process whose temporary files all go into the folder of the task. ``model`` is
     written there, and spent."""
@@ -287,6 +291,12 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
         with Child(env=environment, folder=task.path.parent) as child:
             return child.call(function, task=task)
     except ChildCrashed as error:
+        if _NO_RANGE in str(error):
+            raise QuantizeFailed(
+                f"a tensor inside the model is NaN on the data that calibrates the form {task.config.form}: no "
+                "range to quantize it in; mend what makes it in the model, leave such samples out, or keep the nodes "
+                "behind it in float with --quantize keep=NODE"
+            ) from error
         raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error
     except OSError as error:
         raise CannotWrite(f"can't write the form {task.config.form} ({error}); free some space") from error

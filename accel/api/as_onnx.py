@@ -15,7 +15,7 @@ from accel.sources import open_source
 from accel.stage import run_stage
 from accel.verify.compare import ROUNDING
 from accel.verify.gates import OutputGate
-from accel.verify.runs import check_runs, check_samples
+from accel.verify.runs import check_runs, check_samples, nan_words
 
 if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
@@ -29,17 +29,18 @@ class Exported:
     source: Artifact | None = None
     limit: float = 0.0
 
-    def check(self, data: Path, samples: int, cache: StageCache) -> str:
+    def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
         """Run both on ``samples`` samples of ``data``; see ``check_samples``. Returns what is to be said where they are
-        further apart than the gate of an export lets them be, by no more than rounding."""
+        further apart than the gate of an export lets them be, by no more than rounding, and where they give NaN."""
         tolerance = max(ROUNDING, self.limit)
         apart = check_samples(self.artifact, data, samples, cache, source=self.source, tolerance=tolerance)
+        nan = nan_words(apart.nan, apart.samples, data)
         if apart.rel_l2 <= self.limit:
-            return ""
+            return "", nan
         return (
             f"the ONNX form is {apart.rel_l2:.1e} from its source in {apart.output!r} on {apart.where} (the gate of an "
             f"export: {self.limit:.0e}); candidates are compared with the ONNX form, accel verify with the source"
-        )
+        ), nan
 
 
 def as_onnx(

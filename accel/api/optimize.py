@@ -29,7 +29,7 @@ from accel.optimizer.search import Search
 from accel.optimizer.stage_options import parse_cast_options, parse_quantize_options
 from accel.optimizer.workload import workload
 from accel.runtimes.engine_options import parse_engine_options
-from accel.sources import REPORT, renaming_note
+from accel.sources import REPORT, renaming_note, training_note
 from accel.verify.data import widened
 from accel.verify.stream import SampleStream
 
@@ -201,8 +201,10 @@ def optimize(
         with budget.spending("running the source on the data"):
             # What has no source is run on the data that judge by the judge.
             real = calibration or (Path(eval_data) if eval_data and exported.source else None)
-            apart = replace(exported, artifact=src).check(real, samples or _COMPARED_SAMPLES, cache) if real else ""
+            check = replace(exported, artifact=src).check
+            apart, nan = check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")
             judge.check()
+            nan = judge.nan_note() or nan
         rows = [attempt(recipe, src, calibration, judge, max_drop, cache, budget) for recipe in made]
         for recipe in [searched(src, row.recipe, request) for row in rows if row.recipe and row.over_budget]:
             if recipe is not None:
@@ -242,11 +244,11 @@ def optimize(
         else:
             notes.append(f"{request.targets[0].name} can't run on this machine: built, not measured")
             chosen = likeliest(rows)
+        seen = seen_note(rows, judge)
         late = budget.note([row.name for row in rows if row.out_of_time])
-        warnings = tuple(filter(None, [apart, late, _not_as_asked(source, chosen, request.precisions)]))
+        warnings = tuple(filter(None, [apart, nan, seen, late, _not_as_asked(source, chosen, request.precisions)]))
         notes += warnings
-        if note := renaming_note(src):
-            notes.append(note)
+        notes += filter(None, [renaming_note(src), training_note(src)])
         chosen.status = "chosen"
         with_page = find_spec("jinja2") is not None
         if not with_page:
@@ -312,6 +314,17 @@ def _not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Seque
     return (
         f"nothing in {' or '.join(asked)} is right and measurably faster: what was taken is the source itself"
         f"{f', in {source.precision}' if source.precision else ''}; the table says why"
+    )
+
+
+def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:
+    """What to say where int8 was judged on what it was calibrated on."""
+    quantized = any(row.judgement is not None and row.precision.startswith(("int8", "fp8", "mixed")) for row in rows)
+    if not judge.saw_all or not quantized:
+        return ""
+    return (
+        f"what is quantized is judged on the samples that calibrated it, as {judge.data} has no others, so its drop "
+        "says little; give more samples, or others with --eval-data"
     )
 
 

@@ -10,7 +10,7 @@ import click
 from accel.cli import output_options
 from accel.cli.options import read_dims, read_normalize, source_options, tensorflow_options
 from accel.errors import BadInputSpec
-from accel.sources import renaming_note
+from accel.sources import renaming_note, training_note
 
 if TYPE_CHECKING:
     from accel.cli import Output
@@ -87,6 +87,8 @@ def command(
     )
     if note := renaming_note(artifact):
         click.echo(f"accel: note: {note}", err=True)
+    if warning := training_note(artifact):
+        click.echo(f"accel: warning: {warning}", err=True)
     body = {
         "path": str(artifact.path),
         "signature": artifact.signature.to_json(),

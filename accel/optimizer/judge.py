@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, finite_json, text_sha256
 from accel.errors import BadData, RunFailed, UsageError
 from accel.optimizer.label_metric import LabelMetric
+from accel.optimizer.metric_code import metric_digest
 from accel.progress import report
 from accel.runtimes.base import SessionOptions, detached, open_session
 from accel.sources.python_object import load_object, raised
@@ -21,7 +21,7 @@ from accel.verify.compare import compare
 from accel.verify.concordance import discordance
 from accel.verify.data import Dataset
 from accel.verify.gates import cast_feeds, gate_runtime
-from accel.verify.runs import check_samples
+from accel.verify.runs import check_samples, nan_samples, nan_words
 from accel.verify.stream import SampleStream
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class Judge:
         if self.metric is not None and not callable(self.metric):
             raise UsageError(f"{self.metric_name} is not a function; a metric is called with (outputs, data)")
         self._stream = SampleStream(data, source.signature) if data else None
-        self._skip, self._count = self._part_of_the_data(skip)
+        self._batch, self._skip, self._count = self._part_of_the_data(skip)
+        # Whether the samples that calibrate judge, too, as there are no others.
+        self.saw_all = bool(skip) and self.metric is None and not self._skip
         self._dataset: Dataset | None = None
         self._reference: list[dict[str, np.ndarray]] | None = None
         self._reference_metric: float | None = None
@@ -81,10 +83,7 @@ class Judge:
         """What a judgement depends on."""
         code = _DROP
         if self.metric is not None:
-            try:
-                code = inspect.getsource(self.metric)
-            except (OSError, TypeError):
-                code = repr(self.metric)
+            code = repr(self.metric) if isinstance(self.metric, LabelMetric) else metric_digest(self.metric)
         data = path_sha256(self.data) if self.data else ""
         skipped = str(self._count)
         return text_sha256(
@@ -122,8 +121,23 @@ class Judge:
             return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
+        if not math.isfinite(value):  # a correlation of outputs that have become constant, say
+            return Judgement(
+                drop=math.inf,
+                metric=None,
+                reference_metric=wanted,
+                max_abs_diff=largest,
+                judged_on=judged_on,
+                problem=f"the metric {self.metric_name} is {value} for its outputs",
+            )
         drop = (wanted - value) / abs(wanted) if wanted else wanted - value
         return Judgement(drop=drop, metric=value, reference_metric=wanted, max_abs_diff=largest, judged_on=judged_on)
+
+    def nan_note(self) -> str:
+        """What is to be said where the source itself gives NaN on what is judged; empty where it doesn't."""
+        reference = self._reference_outputs()
+        count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
+        return nan_words(sum(map(nan_samples, reference)), count, self.data)
 
     def check(self) -> None:
         """Find out that the source runs on the data, and that the metric is one for them, before anything is made.
@@ -137,7 +151,10 @@ class Judge:
     def reference_metric(self) -> float:
         """The metric of the source itself."""
         if self._reference_metric is None:
-            self._reference_metric = self._measure(self._reference_outputs())
+            value = self._measure(self._reference_outputs())
+            if not math.isfinite(value):
+                raise UsageError(f"the metric {self.metric_name} returned {value}; it has to return a finite number")
+            self._reference_metric = value
         return self._reference_metric
 
     def _measure(self, outputs: list[dict[str, np.ndarray]]) -> float:
@@ -157,8 +174,6 @@ class Judge:
         except (TypeError, ValueError) as error:  # several numbers, or none
             kind = f"an array of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
             raise UsageError(f"the metric {self.metric_name} returned {kind}; it has to return one number") from error
-        if not math.isfinite(value):
-            raise UsageError(f"the metric {self.metric_name} returned {value}; it has to return a finite number")
         return value
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -187,20 +202,22 @@ class Judge:
                     raise
         return self._reference
 
-    def _part_of_the_data(self, skip: int) -> tuple[int, int]:
-        """How many batches are left out from the front, and how many are judged on. Calibration reads from the front:
-        what it has seen, ``skip`` samples, is left out where enough else is there. A metric may depend on the number
-        and order of the samples: it gets all of them."""
+    def _part_of_the_data(self, skip: int) -> tuple[int, int, int]:
+        """The size of a batch, how many batches are left out from the front, and how many are judged on. Calibration
+        reads from the front: what it has seen, ``skip`` samples, is left out where anything else is there. A metric may
+        depend on the number and order of the samples: it gets all of them."""
         if self._stream is None:
-            return 0, len(self.source.signature.cases())
+            return BATCH, 0, len(self.source.signature.cases())
         count = self._stream.batch_count(BATCH)
         if not count:
             raise BadData(f"{self.data} has too few samples for the model's fixed batch; add some")
         if self.metric is not None:
-            return 0, count
-        seen = -(-skip // BATCH)
-        seen = seen if seen < count else 0
-        return seen, min(count - seen, MOST_BATCHES)
+            return BATCH, 0, count
+        for size in (BATCH, 1):
+            count, seen = self._stream.batch_count(size), self._stream.batch_count(size, skip) if skip else 0
+            if seen < count:
+                return size, seen, min(count - seen, MOST_BATCHES)
+        return BATCH, 0, min(self._stream.batch_count(BATCH), MOST_BATCHES)
 
     def _feeds(self) -> Iterator[dict[str, np.ndarray]]:
         """What is judged on, read as it goes: only the outputs stay in memory."""
@@ -209,4 +226,4 @@ class Judge:
             for index, sizes in enumerate(signature.cases()):
                 yield signature.example_inputs(seed=100 + index, **sizes)
             return
-        yield from itertools.islice(self._stream.batches(BATCH, skip=self._skip), self._count)
+        yield from itertools.islice(self._stream.batches(self._batch, skip=self._skip), self._count)

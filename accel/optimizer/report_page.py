@@ -22,6 +22,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
 # A divergence below this is drawn as this: a logarithm has no 0.
 _LEAST_DROP = 1e-8
 _MOST_ROWS = 2000  # of kernels, layers or nodes
+_MOST_TICKS = 7
 
 
 def write_page(
@@ -103,11 +104,11 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
     limit = max_drop
     if by_metric and reference is not None:
         limit = reference - max_drop * (abs(reference) or 1.0)
-    times = _Axis([ms for _, ms, _ in found], _LEFT, _WIDTH - _RIGHT, log=True)
+    times = Axis([ms for _, ms, _ in found], _LEFT, _WIDTH - _RIGHT, log=True)
     values = [value for _, _, value in found] + ([limit] if limit > 0 or by_metric else [])
     # Better is up: a metric that is higher, a divergence that is lower.
     ends = (_HEIGHT - _BOTTOM, _TOP) if by_metric else (_TOP, _HEIGHT - _BOTTOM)
-    quality = _Axis(values, *ends, log=not by_metric)
+    quality = Axis(values, *ends, log=not by_metric)
     best = [
         (ms, value)
         for _, ms, value in found
@@ -158,7 +159,7 @@ def _quality(row: CandidateResult, by_metric: bool, *, is_source: bool) -> float
     return max(row.judgement.drop, _LEAST_DROP)
 
 
-class _Axis:
+class Axis:
     """Values on a line from ``start`` to ``end``, linear or logarithmic, with a little room at both ends."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
@@ -176,14 +177,32 @@ class _Axis:
         share = (self._scale(value) - self._low) / (self._high - self._low)
         return round(self._start + min(1.0, max(0.0, share)) * (self._end - self._start), 1)
 
-    def ticks(self, count: int = 5) -> list[dict[str, Any]]:
-        """Where to write which number."""
-        made = []
-        for i in range(count):
-            scaled = self._low + (i + 0.5) / count * (self._high - self._low)
-            value = 10**scaled if self._log else scaled
-            made.append({"at": self.at(value), "text": f"{value:.3g}"})
-        return made
+    def ticks(self) -> list[dict[str, Any]]:
+        """Where to write which number: round ones, at even distances (linear), or 1, 2, 5 and 10 times a power of ten
+        (logarithmic; over a short way at even distances too, over a long one only powers of ten)."""
+        values = self._decades() if self._log else _round_steps(self._low, self._high)
+        return [{"at": self.at(value), "text": f"{value:.10g}"} for value in values]
+
+    def _decades(self) -> list[float]:
+        first, last = math.floor(self._low), math.ceil(self._high)
+        for factors in ((1, 2, 5), (1, 3), (1,)):
+            found = [f * 10.0**power for power in range(first, last + 1) for f in factors]
+            found = [value for value in found if self._low <= math.log10(value) <= self._high]
+            if len(found) <= _MOST_TICKS:
+                break
+        if len(found) > _MOST_TICKS:
+            found = found[:: -(-len(found) // _MOST_TICKS)]
+        return found if len(found) > 2 else _round_steps(10**self._low, 10**self._high)
+
+
+def _round_steps(low: float, high: float) -> list[float]:
+    """The multiples between ``low`` and ``high`` of 1, 2 or 5 times a power of ten, at most ``_MOST_TICKS``."""
+    size = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
+    step = next(f * size for f in (1, 2, 5, 10) if (high - low) / (f * size) <= _MOST_TICKS - 1)
+    return [
+        round(i * step, 12 - math.floor(math.log10(step)))
+        for i in range(math.ceil(low / step), math.floor(high / step) + 1)
+    ]
 
 
 def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | None:
@@ -192,7 +211,7 @@ def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | Non
     rows = [(row, m["percentiles_ms"]) for row in candidates if (m := row.measured) and m.get("percentiles_ms")]
     if not rows:
         return None
-    axis = _Axis([ms for _, values in rows for ms in values], 220, _WIDTH - _RIGHT, log=True)
+    axis = Axis([ms for _, values in rows for ms in values], 220, _WIDTH - _RIGHT, log=True)
     strips = []
     for row, values in rows:
         by = dict(zip(PERCENTILES, values, strict=True))

@@ -56,6 +56,14 @@ def renaming_note(artifact: Artifact) -> str | None:
     return None
 
 
+def training_note(artifact: Artifact) -> str | None:
+    """One sentence about layers that run in training mode, though the model was opened in evaluation mode."""
+    layers = artifact.source.get("in_training")
+    if not layers:
+        return None
+    return f"{layers}; as it is, what a sample gives depends on the others in its batch"
+
+
 def check_name(path: Path) -> None:
     """``BadSource`` for a name that is no UTF-8: no runtime opens it, and no manifest can hold it."""
     try:

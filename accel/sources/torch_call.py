@@ -18,6 +18,10 @@ from accel.sources.output_specs import output_specs, probe_cases, same_output, s
 if TYPE_CHECKING:
     import numpy as np
 
+# Batch statistics or random numbers in training, neither in evaluation; a BatchNorm without running statistics has
+# those of the batch in both.
+_OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
+
 
 def to_tensor(value: np.ndarray) -> torch.Tensor:
     """A tensor on the array's own memory where torch can (bfloat16 by its bits)."""
@@ -135,6 +139,20 @@ def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.
         return {name: to_array(value) for name, value in found.items()}
 
 
+def in_training(module: torch.nn.Module) -> str:
+    """Which layers that do something else in training are in training mode after ``module`` ran, though it was opened
+    in evaluation mode, and what to do about it; empty where none is."""
+    names = [name for name, part in module.named_modules() if part.training and isinstance(part, _OTHER_IN_TRAINING)]
+    if not names:
+        return ""
+    first = names[0].removeprefix("module.") or type(module).__name__
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{first!r}{more} ({type(module.get_submodule(names[0])).__name__}) runs in training mode, as the model calls "
+        "train() itself; take that call out of forward, so that eval() holds"
+    )
+
+
 def discover_outputs(
     module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
 ) -> tuple[TensorSpec, ...]:
@@ -152,6 +170,8 @@ def discover_outputs(
         except Exception as error:
             shapes = shapes_of(feeds)
             reason = one_line(error, 200)
+            if training := in_training(module):
+                raise BadSource(f"{where} fails in PyTorch on {shapes}: {reason}; {training}") from error
             fix = step_advice(signature, partial(run_named, named, signature))
             raise BadSource(
                 f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct --input or --dim'}"
@@ -160,9 +180,11 @@ def discover_outputs(
     again = run_named(named, signature, signature.example_inputs(**cases[0]))
     for name, value in first.items():
         if not same_output(value, again[name]):
+            training = in_training(module)
             raise BadSource(
-                f"the output {name!r} of {where} differs from run to run on the same inputs: forward draws random "
-                "numbers, or changes a buffer that it computes with; leave that out of the model"
+                f"the output {name!r} of {where} differs from run to run on the same inputs: "
+                + (training or "forward draws random numbers (dropout with training=True, say), or changes a buffer ")
+                + ("" if training else "that it computes with; leave that out of the model")
             )
     if not first:
         raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")

@@ -19,7 +19,7 @@ from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.checkpoint import Checkpoint, detect
 from accel.sources.declare import Declaration, Dims, Inputs, parse_dims, parse_inputs
 from accel.sources.python_object import load_object, raised
-from accel.sources.torch_call import discover_outputs, flatten, script_parameters
+from accel.sources.torch_call import discover_outputs, flatten, in_training, script_parameters
 from accel.sources.unpickle import refuse_bomb
 from accel.sources.weights import load_weights
 
@@ -80,6 +80,7 @@ def open_torch(
     found.module.eval()
     names = found.outputs if not given or found.outputs else ()
     signature = replace(signature, outputs=discover_outputs(found.module, signature, names, spec))
+    training = in_training(found.module)
     files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
     state = state_sha256(found.module)
     code = _code_sha256(found.module)
@@ -97,6 +98,7 @@ def open_torch(
             "spec": spec,
             "weights": str(weights) if weights else None,
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
+            **({"in_training": training} if training else {}),
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,
             "state_sha256": state,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, text_sha256
 from accel.cache import StageCache
@@ -49,11 +49,13 @@ def check_runs(src: Artifact) -> None:
 @dataclass(frozen=True)
 class Furthest:
     """Where a model is furthest from its source: ``rel_l2`` is ||model - source||₂ / ||source||₂ of the output
-    ``output`` on the samples ``where``."""
+    ``output`` on the samples ``where``. ``nan``: for how many of the ``samples`` any output of the model is NaN."""
 
     rel_l2: float = 0.0
     output: str = ""
     where: str = ""
+    nan: int = 0
+    samples: int = 0
 
 
 def check_samples(
@@ -75,11 +77,11 @@ def check_samples(
     ``GateFailed`` with the first samples on which an output of floats is further than ``tolerance`` from the source.
     """
     of = source.digest if source is not None else ""
-    key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}")
+    key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}\nnan")
     if cache is not None and (known := cache.get_record("samples", key)) is not None:
         return Furthest(**known)
     left = len(SampleStream(data, src.signature)) if limit is None else limit
-    furthest = Furthest()
+    furthest, nan, samples = Furthest(), 0, 0
     with ExitStack() as stack:
         session = stack.enter_context(open_session(src, gate_runtime(src)))
         beside = stack.enter_context(open_session(source, gate_runtime(source))) if source is not None else None
@@ -90,6 +92,7 @@ def check_samples(
                 wanted = _run(beside, file, feeds, done) if beside is not None else {}
                 found = _run(session, file, feeds, done)
                 count = _count(src, feeds)
+                nan, samples = nan + nan_samples(found), samples + count
                 for one in compare(wanted, found):
                     apart = Furthest(one.rel_l2, one.output, f"samples {done} to {done + count - 1} of {file}")
                     if holds_floats(wanted[one.output]) and not one.rel_l2 <= tolerance:
@@ -97,9 +100,32 @@ def check_samples(
                     furthest = max(furthest, apart, key=lambda f: f.rel_l2)
                 done += count
             left -= done
+    furthest = replace(furthest, nan=nan, samples=samples)
     if cache is not None:
         cache.put_record("samples", key, asdict(furthest))
     return furthest
+
+
+def nan_samples(outputs: Mapping[str, np.ndarray]) -> int:
+    """How many samples (axis 0) have NaN in any output of floats. Infinities may be meant, as the scores of masked
+    places."""
+    import numpy as np
+
+    floats = [value.astype(np.float64) for value in outputs.values() if value.ndim and holds_floats(value)]
+    rows: list[Any] = [np.isnan(value.reshape(len(value), -1)).any(axis=1) for value in floats if value.size]
+    same = [row for row in rows if row.shape == rows[0].shape]
+    return int(np.logical_or.reduce(same).sum()) if same else 0
+
+
+def nan_words(nan: int, samples: int, data: Path | None) -> str:
+    """What is to be said of a source that itself gives NaN for ``nan`` of ``samples`` samples; empty for none."""
+    if not nan:
+        return ""
+    return (
+        f"the source itself gives NaN for {nan} of {samples} samples of {data or 'random inputs'}: where it does, "
+        "nothing but NaN is right for a candidate; mend the model (a logarithm, a root or a division of what may be "
+        "0 or less, say), or leave such samples out"
+    )
 
 
 def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[str, np.ndarray]:

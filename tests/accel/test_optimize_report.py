@@ -19,7 +19,7 @@ from accel.converters.quantize_sensitivity import Sensitivity
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.judge import Judgement
 from accel.optimizer.mixed_precision import Trajectory, Try
-from accel.optimizer.report_page import figures, pareto, sensitivity, write_page
+from accel.optimizer.report_page import Axis, figures, pareto, sensitivity, write_page
 from accel.signature import Signature, TensorSpec
 
 HOSTILE = "</title></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
@@ -238,3 +238,22 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     with pytest.raises(accel.AccelError, match="not made by accel"):
         accel.optimize(digits.path, out=tmp_path, target="ort-cpu")
     assert (tmp_path / "report.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "texts"),
+    [
+        ([0.9107, 0.9199], False, ["0.91", "0.912", "0.914", "0.916", "0.918", "0.92"]),
+        ([0.46, 11.8], True, ["0.5", "1", "2", "5", "10"]),
+        ([0.7, 2.9], True, ["1", "1.5", "2", "2.5", "3"]),
+        ([1e-12, 1e-2], True, ["1e-12", "1e-10", "1e-08", "1e-06", "0.0001", "0.01"]),
+    ],
+)
+def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
+    """Fails if an axis is labelled with numbers as they fall, which rounded to three digits lie at uneven distances, or
+    if a tick lies elsewhere than its number."""
+    axis = Axis(values, 0, 600, log=log)
+    ticks = axis.ticks()
+    assert [tick["text"] for tick in ticks] == texts
+    assert [tick["at"] for tick in ticks] == [axis.at(float(text)) for text in texts]
+    assert all(0 <= a["at"] < b["at"] <= 600 for a, b in pairwise(ticks))

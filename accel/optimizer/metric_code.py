@@ -1,0 +1,54 @@
+"""What the value of a metric depends on besides outputs and data: its code."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from accel.artifact import file_sha256, text_sha256
+
+
+def metric_digest(metric: Callable[..., Any]) -> str:
+    """sha256 over what ``metric`` is computed by: its own code, the files that it may call (its own and what was
+    imported from the same folder), and the arrays and numbers of its module (labels that are loaded on import, say).
+
+    Of a function that has variables of another one (a closure), and of other objects, that isn't known: theirs is never
+    the same again, so that nothing that is cached is taken for it.
+    """
+    if not isinstance(metric, FunctionType) or metric.__closure__:
+        return text_sha256(uuid.uuid4().hex)
+    try:
+        parts = [metric.__qualname__, inspect.getsource(metric)]
+        file = Path(inspect.getfile(metric)).resolve()
+    except (OSError, TypeError):
+        return text_sha256(uuid.uuid4().hex)
+    parts.append(repr(metric.__defaults__) + repr(metric.__kwdefaults__))
+    parts += sorted({file_sha256(path) for path in _neighbours(file)})
+    parts += [f"{name} {text}" for name, value in sorted(metric.__globals__.items()) if (text := _plain(value))]
+    return text_sha256("\n".join(parts))
+
+
+def _neighbours(file: Path) -> list[Path]:
+    """``file``, and the files of the modules that lie in its folder."""
+    found = [file]
+    for module in list(sys.modules.values()):
+        where = getattr(module, "__file__", None)
+        if isinstance(where, str) and where.endswith(".py"):
+            path = Path(where).resolve()
+            if path.parent == file.parent and path.is_file():
+                found.append(path)
+    return found
+
+
+def _plain(value: object) -> str:
+    """A text for a number, a string or an array; empty for anything else."""
+    import numpy as np
+
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} " + text_sha256(value.tobytes().hex())
+    return repr(value) if isinstance(value, int | float | complex | bool) else ""

@@ -1,0 +1,79 @@
+"""What is said of a PyTorch model whose ONNX form came out wrong: what in it brings that about, as far as it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.sources.torch_call import flatten, in_training, run_named, to_array, to_tensor
+from accel.stage import GateResult
+from accel.verify.compare import difference, holds_floats
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel.sources.torch_call import NamedModule
+
+
+def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
+    """Why no exporter can do better, with the fix, as a sentence begun by ``; ``; empty where nothing is found.
+
+    ``off``: for each exporter that wrote a file, the comparisons over the limit; ``module``: that of ``src``, which
+    has run.
+    """
+    if training := in_training(module):
+        return f"; {training}"
+    if not off or not all(off):
+        return ""
+    sizes = src.signature.sizes()
+    feeds = src.signature.example_inputs(**sizes)
+    try:
+        found = run_named(module, src.signature, feeds)
+    except Exception:  # a model raises what it likes, and what went wrong was said
+        return ""
+    outputs = {result.output for results in off for result in results}
+    whole = sorted(name for name in outputs if name in found and not holds_floats(found[name]))
+    if whole and len(whole) == len(outputs):
+        return (
+            f"; only the whole numbers of {', '.join(map(repr, whole))} differ, all floats agree: topk, argmax and "
+            "sort order equal or nearly equal scores as each runtime likes; return the scores themselves, or make "
+            "them differ first by more than rounding (scores - 1e-3 * torch.arange(scores.shape[-1]), say)"
+        )
+    apart = _from_float64(src, module, feeds, found)
+    limit = min(result.limit or 0.0 for results in off for result in results)
+    if apart > limit / 4:
+        return (
+            f"; float32 is not enough for this model: PyTorch's own result is off by {apart:.2g} from that in float64, "
+            "as something in it makes rounding larger (a difference of nearly equal numbers, or a BatchNorm over a "
+            "channel that hardly varies: raise its eps, or leave that channel out)"
+        )
+    return ""
+
+
+def _from_float64(
+    src: Artifact, module: NamedModule, feeds: dict[str, np.ndarray], found: dict[str, np.ndarray]
+) -> float:
+    """The relative error of the worst float output of ``found`` against the same model in float64; 0 where it can't
+    be run so."""
+    import copy
+
+    import torch
+
+    def wide(value: torch.Tensor) -> torch.Tensor:
+        return value.double() if value.dtype == torch.float32 else value
+
+    try:
+        double: Any = copy.deepcopy(module).double()
+        with torch.no_grad():
+            tensors = [wide(to_tensor(feeds[spec.name])) for spec in src.signature.inputs]
+            wanted = {name: to_array(value) for name, value in flatten(tuple(double(*tensors))).items()}
+    except Exception:  # float32 written into its code, say
+        return 0.0
+    names = list(found)
+    if len(wanted) != len(names):
+        return 0.0
+    pairs = zip(names, wanted.values(), found.values(), strict=True)
+    return max(
+        (d.rel_l2 for n, a, b in pairs if holds_floats(b) and not (d := difference(n, a, b)).problem), default=0.0
+    )

@@ -1,0 +1,92 @@
+"""What accel export says where the model itself is why its ONNX form is another one, or depends on its batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NETS = """
+import torch
+
+class Ties(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x - 9).topk(5, 1)
+
+class Narrow(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(12, 8)
+        self.norm = torch.nn.BatchNorm1d(8, eps=1e-14)
+        with torch.no_grad():
+            self.linear.weight.mul_(1e-6)
+            self.linear.bias.fill_(1)
+            self.norm.running_mean.fill_(1)
+            self.norm.running_var.fill_(1e-14)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+class Training(torch.nn.Module):
+    def __init__(self, dropout=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(12, 8)
+        self.layer = torch.nn.Dropout(0.5) if dropout else torch.nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        self.layer.train()
+        return self.layer(self.linear(x))
+
+def ties():
+    return Ties()
+
+def narrow():
+    return Narrow()
+
+def dropout():
+    return Training(True)
+
+def norm():
+    return Training()
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("ties", ["only the whole numbers of 'output_1' differ", "return the scores themselves"]),
+        ("narrow", ["float32 is not enough for this model", "raise its eps"]),
+        ("dropout", ["differs from run to run", "'layer' (Dropout) runs in training mode", "take that call out"]),
+        ("norm", ["Expected more than 1 value per channel", "'layer' (BatchNorm1d) runs in training mode"]),
+    ],
+)
+def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path, cli: Any) -> None:
+    """Fails if a model that rounding or its training mode makes another one each time is told to try one size, or to
+    correct its inputs, which doesn't help."""
+    (tmp_path / "net.py").write_text(NETS)
+    given = ["--input", "x:float32[batch,12]", "-o", tmp_path / "m.onnx", "-q"]
+    ran = cli("export", f"{tmp_path / 'net.py'}:{factory}", *given)
+    assert ran.code in (1, 2), ran.stderr
+    for word in words:
+        assert word in ran.stderr
+    assert "one size" not in ran.stderr
+    assert "correct --input" not in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
+    """Fails if a model is exported whose outputs depend on the other samples of a batch, since it keeps a layer in
+    training mode, and nobody is told; or if one is that has no such layer."""
+    (tmp_path / "net.py").write_text(NETS)
+    (tmp_path / "right.py").write_text(NETS.replace("self.layer.train()", "pass"))
+    ran = {}
+    for file in ("net", "right"):
+        given = ["--input", "x:float32[batch,12]", "--dim", "batch=2:4:8", "-o", tmp_path / f"{file}.onnx"]
+        ran[file] = cli("export", f"{tmp_path / file}.py:norm", *given)
+        assert ran[file].code == 0, ran[file].stderr
+    assert "accel: warning: 'layer' (BatchNorm1d) runs in training mode" in ran["net"].stderr
+    assert "what a sample gives depends on the others in its batch" in ran["net"].stderr
+    assert "training mode" not in ran["right"].stderr

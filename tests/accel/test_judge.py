@@ -1,0 +1,142 @@
+"""What judges candidates: which samples, which code of a metric, and what a source that gives NaN is told."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx_builder import FLOAT, artifact, node, save_data
+
+import accel
+from accel.api.optimize import seen_note
+from accel.artifact import Artifact
+from accel.errors import UsageError
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.judge import Judge, Judgement
+
+
+def twice(folder: Path, factor: float = 2.0, name: str = "m.onnx") -> Artifact:
+    """``y = log(factor * x)``: NaN where x is negative."""
+    nodes = [node("Mul", "x f", "m"), node("Log", "m", "y")]
+    shape = ["batch", 3]
+    constants = {"f": np.float32(factor)}
+    return artifact(folder / name, nodes, {"x": (FLOAT, shape)}, {"y": (FLOAT, shape)}, constants)
+
+
+def samples(folder: Path, count: int, negative: int = 0) -> Path:
+    x = np.arange(1, 3 * count + 1, dtype=np.float32).reshape(count, 3)
+    x[:negative, 1] *= -1
+    return save_data(folder / f"{count}.npz", x=x)
+
+
+METRIC = """
+import sys
+from {helper} import factor
+level = {level}
+
+def score(outputs, data):
+    return scaled(outputs["y"])
+
+def scaled(y):
+    return {inside} * factor() * level * float(y.mean())
+"""
+
+
+@pytest.mark.parametrize("part", ["inside", "level", "helper"])
+def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -> None:
+    """Fails if a judgement of before is taken for a metric whose own lines are the same, but not a function beside it,
+    a number of its module or a file that it imports: the source would have the new value and candidates the old."""
+    source, data = twice(tmp_path), samples(tmp_path, 4)
+    keys, values = [], []
+    for turn in (1, 2):
+        helper = f"factors_{part}_{turn}"
+        number = turn if part == "helper" else 1
+        (tmp_path / f"{helper}.py").write_text(f"def factor():\n    return {number}\n")
+        said = {name: turn if name == part else 1 for name in ("inside", "level")}
+        file = tmp_path / "metric.py"
+        # Where the helper is to change, nothing else does: its file is swapped under one name.
+        body = METRIC.format(helper="factors" if part == "helper" else helper, **said)
+        if part == "helper":
+            (tmp_path / f"{helper}.py").replace(tmp_path / "factors.py")
+            sys.modules.pop("factors", None)
+            (tmp_path / "factors.py").touch()
+            for cached in tmp_path.glob("__pycache__/factors*"):
+                cached.unlink()
+        file.write_text(body)
+        judge = Judge(source, data, f"{file}:score")
+        keys.append(judge.key(source, {}))
+        values.append(judge.reference_metric())
+        assert judge.key(source, {}) == keys[-1]
+    assert values[1] == pytest.approx(2 * values[0])
+    assert keys[0] != keys[1]
+
+
+def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
+    """Fails if two metrics of the same lines with other variables around them share what is cached."""
+    source, data = twice(tmp_path), samples(tmp_path, 4)
+
+    def made(factor: float) -> Any:
+        def metric(outputs: Any, data: Any) -> float:
+            return factor * float(outputs["y"].mean())
+
+        return metric
+
+    assert Judge(source, data, made(1)).key(source, {}) != Judge(source, data, made(2)).key(source, {})
+
+
+def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
+    """Fails if a metric that has no value for one candidate (a correlation of constant outputs) ends the run instead of
+    rejecting that candidate, or is accepted for the source."""
+    source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
+    expected = np.log(2 * np.load(data)["x"]).mean()
+
+    def metric(outputs: Any, data: Any) -> float:
+        value = float(outputs["y"].mean())
+        return value if abs(value - expected) < 0.01 else math.nan
+
+    found = Judge(source, data, metric).judge(other, {})
+    assert found.problem == "the metric metric is nan for its outputs"
+    assert found.drop == math.inf
+    with pytest.raises(UsageError, match="returned nan"):
+        Judge(other, data, metric).check()
+
+
+@pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])
+def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, tmp_path: Path) -> None:
+    """Fails if what calibrated judges although there are other samples, or if anything is said of it then."""
+    judge = Judge(twice(tmp_path), samples(tmp_path, count), None, skip=count // 2)
+    rows = np.concatenate([feeds["x"] for feeds in judge._feeds()])
+    assert len(rows) == judged
+    assert rows.min() > 3 * (count // 2)  # samples are numbered through
+    assert not judge.saw_all
+
+
+def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
+    """Fails if somebody isn't told that int8 was judged on nothing but the sample that calibrated it, or is told so
+    where others judge, or where nothing was quantized."""
+    source, one, two = twice(tmp_path), samples(tmp_path, 1), samples(tmp_path, 2)
+    judgement = Judgement(drop=0.0, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
+    int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))
+    said = seen_note([fp32, int8], Judge(source, one, None, skip=1))
+    assert said.startswith("what is quantized is judged on the samples that calibrated it")
+    assert "--eval-data" in said
+    assert seen_note([fp32], Judge(source, one, None, skip=1)) == ""
+    assert seen_note([int8], Judge(source, two, None, skip=1)) == ""
+    assert seen_note([int8], Judge(source, one, None)) == ""
+
+
+def test_a_source_that_gives_nan_on_the_data(tmp_path: Path) -> None:
+    """Fails if somebody whose model gives NaN for samples of the data isn't told for how many, or is told of a model
+    that doesn't."""
+    source = twice(tmp_path)
+    judge = Judge(source, samples(tmp_path, 20, negative=5), None)
+    assert "the source itself gives NaN for 5 of 20 samples of" in judge.nan_note()
+    assert Judge(source, samples(tmp_path, 21), None).nan_note() == ""
+    found = accel.optimize(
+        source, data=tmp_path / "20.npz", out=tmp_path / "out", target="ort-cpu", precision="int8", budget_seconds=0.01
+    )
+    assert any("gives NaN for 5 of 10 samples" in warning for warning in found.warnings)
