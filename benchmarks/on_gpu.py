@@ -135,21 +135,31 @@ def shards(names: Sequence[str], count: int) -> list[list[str]]:
 
 def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[str], list[str]]:
     """The ids of the tests for a GPU in ``files`` (default: all that there are), without those under compute-sanitizer;
-    and a line for each file that can't be imported here: such a machine may lack packages."""
+    and a line for each file that can't be collected here: such a machine may lack packages. Each file is asked for in a
+    process of its own: a folder's conftest.py that can't be imported ends a run of pytest before its first word.
+    """
     files = files or gpu_files()
-    listed = subprocess.run(
-        [*PYTEST, "--collect-only", "-k", "not sanitizer", *files],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        timeout=seconds,
-    )
-    lines = listed.stdout.splitlines()
-    reasons = [line.strip() for line in lines if re.match(r"E   \w+: ", line)]
-    broken = [line.split()[1] for line in lines if line.startswith("ERROR ") and len(line.split()) > 1]
-    names = [line for line in lines if "::" in line and not line.startswith("ERROR")]
-    return names, [f"not run: {file}" for file in broken] + reasons
+    end = time.monotonic() + seconds
+    names: list[str] = []
+    missing: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / str(at) for at in range(len(files))]
+        ways = [[*PYTEST, "--collect-only", "-k", "not sanitizer", file] for file in files]
+        running = [_start(way, output, dict(os.environ)) for way, output in zip(ways, said, strict=True)]
+        try:
+            for file, process, output in zip(files, running, said, strict=True):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(0.0, end - time.monotonic()))
+                lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+                names += [line for line in lines if "::" in line and not line.startswith("ERROR")]
+                if process.returncode not in (0, 5):  # 5: nothing in it was asked for
+                    reasons = [line.strip() for line in lines if re.match(r"E   +\w+: ", line)]
+                    why = "no answer in time" if process.returncode is None else f"exit status {process.returncode}"
+                    missing += [f"not run: {file}: {'; '.join(dict.fromkeys(reasons)) or why}"]
+        finally:
+            for process in running:
+                _end(process)
+    return names, missing
 
 
 def environment() -> dict[str, str]:
@@ -174,11 +184,15 @@ def steps(cores: int, out: Path) -> list[Step]:
 
     def tests(_: float) -> list[list[str]]:
         names, missing = collected()
+        if not names:  # a step without a command would have passed
+            raise RuntimeError(f"no test for a GPU could be collected: {'; '.join(missing) or 'none was found'}")
         told = [[PYTHON, "-c", "import sys; print(*sys.argv[1:], sep='; ')", *missing]] if missing else []
         return told + [[*PYTEST, *part] for part in shards(names, side_by_side)]
 
     def warm(_: float) -> list[list[str]]:
-        return [[*benchmark, "--warm", f"{at}/{side_by_side}"] for at in range(side_by_side)]
+        # What compute-sanitizer runs, too: it has no time for Triton's compiler.
+        cases = [[PYTHON, str(Path(file).with_name("gpu_cases.py"))] for file in checked]
+        return [*cases, *([*benchmark, "--warm", f"{at}/{side_by_side}"] for at in range(side_by_side))]
 
     return [
         Step(name="library", limit=200, commands=lambda _: [] if "ACCEL_KERNEL_LIBRARY" in environment() else [build]),

@@ -18,6 +18,7 @@ from accel.kernels.triton_launch import GROUP, PARTS_TILE, flags, tile
 
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
+MOST_IMPRECISE = 128  # as in csrc/cutlass/sm90.cu
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
 
 
@@ -34,6 +35,8 @@ class Compiled:
     spilled: int
     instruction: str
     kernel: str = ""
+    imprecise: int = 0
+    """Of an fp8 product of sm_90: how much of K its tensor cores sum up in their 14 bits before fp32 takes over."""
 
     @property
     def problem(self) -> str:
@@ -42,6 +45,8 @@ class Compiled:
             return f"{self.shared} bytes of shared memory, sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
         if self.spilled:
             return f"{self.spilled} bytes spilled"
+        if self.imprecise > MOST_IMPRECISE:
+            return f"{self.imprecise} of K are summed in the 14 bits that sm_{self.arch} keeps of fp8"
         wanted = product(get(self.config), self.dtype, self.arch) if self.kernel != "sum_parts" else ""
         if self.instruction != wanted:
             return f"{self.instruction or 'no tensor-core instruction'} where {wanted or 'none'} was to be"
@@ -90,6 +95,7 @@ def compile_config(
         spilled=spilled,
         instruction=_instruction(made.asm["ptx"]),
         kernel=kernel,
+        imprecise=_imprecise(made.asm["ttgir"]),
     )
 
 
@@ -115,6 +121,12 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
     if name == "parts" or (name == "out" and config.split_k > 1 and kernel != "sum_parts"):
         return "*i32" if dtype == "int8" else "*fp32"
     return POINTERS[epilogue.out_dtype] if name in ("x", "out", "residual") else "i32"
+
+
+def _imprecise(ttgir: str) -> int:
+    """The largest K of a warpgroup's fp8 product in Triton's intermediate code that isn't added up in fp32."""
+    products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
+    return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 
 
 def _instruction(ptx: str) -> str:

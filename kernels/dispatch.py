@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -252,7 +253,7 @@ def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
     """``spec`` by the chosen implementation."""
     config = choose_for(spec, a, b, operands).config
     if config is None:
-        wide = reference.gemm_torch(spec, a, b, operands, compute=torch.float32)
+        wide = reference.gemm_torch(spec, a, b, operands, compute=_sums(spec, a.device))
         return wide.to(TORCH_DTYPES[spec.epilogue.out_dtype])
     with _on(a.device):
         return run_config(spec, a, b, operands, config)
@@ -264,10 +265,15 @@ def run_conv2d(
     """``spec`` by the chosen implementation."""
     config = choose_for(spec, x, weight, operands).config
     if config is None:
-        wide = reference.conv2d_torch(spec, x, weight, operands, compute=torch.float32)
+        wide = reference.conv2d_torch(spec, x, weight, operands, compute=_sums(spec, x.device))
         return wide.to(TORCH_DTYPES[spec.epilogue.out_dtype]).contiguous()
     with _on(x.device):
         return run_config(spec, x, weight, operands, config)
+
+
+def _sums(spec: GemmSpec | ConvSpec, device: torch.device) -> torch.dtype:
+    """What the reference sums in. On a GPU torch may multiply fp32 as tf32, which holds every other dtype, not that."""
+    return torch.float64 if spec.in_dtype == "fp32" and device.type == "cuda" else torch.float32
 
 
 def run_config(
@@ -374,16 +380,19 @@ def choose_for(
     capability = capability_of(a)
     if capability is None:
         return choose(spec, None)
-    return choose(
+    return _choose_again(
         spec,
         capability,
         tma_layout=is_tma_layout(a, b),
         dense=is_dense(a, b),
         triton_installed=has_triton(),
-        native=native_names(capability),
+        native=frozenset(native_names(capability)),
         residual_dtype=None if residual is None else NAMES[residual.dtype],
         tuned_name=_tuned_name(spec, a.device),
     )
+
+
+_choose_again = lru_cache(maxsize=4096)(choose)  # a model asks the same in every layer and every step
 
 
 def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -416,7 +425,7 @@ def device_of(index: int) -> tuned.Device:
     digest = hashlib.sha256(sources_digest().encode())
     for module in ("triton_kernels", "triton_launch", "configs"):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
-    versions = [importlib.metadata.version("triton") if has_triton() else "", *sorted(native_names(capability))]
+    versions = [_triton_version(), *sorted(native_names(capability))]
     digest.update(" ".join(versions).encode())
     driver = getattr(torch._C, "_cuda_getDriverVersion", int)
     return tuned.Device(
@@ -427,11 +436,23 @@ def device_of(index: int) -> tuned.Device:
     )
 
 
+def _triton_version() -> str:
+    """Empty where there is none. Builds of PyTorch bring it under other names (pytorch-triton), which the installer's
+    records are asked by."""
+    if not has_triton():
+        return ""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return str(importlib.import_module("triton").__version__)
+
+
 def _tuned_name(spec: GemmSpec | ConvSpec, device: torch.device) -> str | None:
-    if not tuned.default_path().is_file():
+    table = tuned.current()
+    if table is None or not table.entries:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    entry = tuned.lookup(tuned.key_of(spec, device_of(index)))
+    entry = table.get(tuned.key_of(spec, device_of(index)))
     return entry.config if entry else None
 
 

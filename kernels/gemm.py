@@ -6,6 +6,8 @@ They are PyTorch operators (``torch.ops.accel``): differentiable, kept whole by 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from accel.errors import BadFeeds
@@ -34,8 +36,8 @@ def fused_gemm(
 
     Raises ``BadFeeds`` for operands that don't fit, ``UnknownName`` for an activation that doesn't exist.
     """
-    row_scale = _spread(row_scale, a.shape[0])
-    col_scale = _spread(col_scale, b.shape[-1])
+    row_scale = _spread(row_scale, a.shape[0] if a.dim() else 1)
+    col_scale = _spread(col_scale, b.shape[-1] if b.dim() else 1)
     return operators.fused_gemm(  # type: ignore[no-any-return]
         a, b, bias, residual, row_scale, col_scale, act, out_dtype
     )
@@ -59,8 +61,8 @@ def fused_conv2d(
     ``x`` (N, H, W, C), ``weight`` (O, kernel height, kernel width, C), one group; ``bias`` and ``col_scale`` (O,),
     ``residual`` as the output. dtypes, ``act`` and errors as for ``fused_gemm``.
     """
-    geometry = [list(v) if isinstance(v, tuple) else [v, v] for v in (stride, padding, dilation)]
-    col_scale = _spread(col_scale, weight.shape[0])
+    geometry = [_pair(*named) for named in (("stride", stride), ("padding", padding), ("dilation", dilation))]
+    col_scale = _spread(col_scale, weight.shape[0] if weight.dim() else 1)
     return operators.fused_conv2d(  # type: ignore[no-any-return]
         x, weight, bias, residual, col_scale, *geometry, act, out_dtype
     )
@@ -77,6 +79,14 @@ def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[
     if dtype not in (torch.int8, torch.float8_e4m3fn):
         raise BadFeeds(f"quantize_rowwise can't give {dtype}; pass torch.int8 or torch.float8_e4m3fn")
     return operators.quantize_rowwise(x, dtype)  # type: ignore[no-any-return]
+
+
+def _pair(name: str, value: Any) -> list[int]:
+    """(height, width) of a number for both, or of two."""
+    found = list(value) if isinstance(value, list | tuple) else [value, value]
+    if len(found) != 2 or not all(isinstance(size, int | torch.SymInt) for size in found):
+        raise BadFeeds(f"{name} is {value!r}; pass a whole number, or two of them as (height, width)")
+    return found
 
 
 def _spread(scale: torch.Tensor | None, size: int) -> torch.Tensor | None:

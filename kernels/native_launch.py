@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
 from accel.errors import AccelError, BadConfig, BadFeeds, UnsupportedHere
-from accel.kernels.build import CHOSEN, find_library, has_code, units_in
+from accel.kernels.build import CHOSEN, RECORD, find_library, has_code, units_in
 from accel.kernels.configs import HAND_WRITTEN
 from accel.kernels.native import ACTS, DTYPES, Library, Problem
 from accel.kernels.problem import NAMES
@@ -41,10 +42,24 @@ def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     library = installed(capability)
     if library is None:
         return frozenset()
-    units = units_in(library.path, capability)
+    try:
+        stamp = library.path.with_name(RECORD).stat().st_mtime_ns
+    except OSError:
+        stamp = None
+    return _names_in(library.path, stamp, tuple(library.gemms), capability)
+
+
+@lru_cache(maxsize=8)  # asked before every launch, and the record of the build is a file
+def _names_in(
+    path: Path,
+    stamp: int | None,  # noqa: ARG001 - the time of the record is part of the key
+    compiled: tuple[str, ...],
+    capability: tuple[int, int] | None,
+) -> frozenset[str]:
+    units = units_in(path, capability)
     # Without the record of its build a library is taken for one with all the architectures of its families.
-    gemms = (name for name in library.gemms if units is None or (name in NATIVE and NATIVE[name].unit.name in units))
-    return frozenset(gemms) | (frozenset(HAND_WRITTEN) if has_code(library.path, capability) else frozenset())
+    gemms = (name for name in compiled if units is None or (name in NATIVE and NATIVE[name].unit.name in units))
+    return frozenset(gemms) | (frozenset(HAND_WRITTEN) if has_code(path, capability) else frozenset())
 
 
 def _library_for(device: torch.device) -> tuple[Library, int]:

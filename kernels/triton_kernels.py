@@ -55,6 +55,9 @@ def multiply(x, y, acc, UPCAST: tl.constexpr):
     if UPCAST:
         x = x.to(tl.float32)
         y = y.to(tl.float32)
+    if x.dtype.is_fp8():
+        # Hopper's tensor cores keep 14 bits of an fp8 sum: after each step of K it is added up in fp32.
+        return tl.dot(x, y, acc, max_num_imprecise_acc=x.shape[1], out_dtype=acc.dtype)
     return tl.dot(x, y, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 

@@ -117,7 +117,11 @@ def _entry(body: Any) -> Entry:
 
 def cache_folder() -> Path:
     """Where compiled libraries and this table live: ``kernels`` in ``$ACCEL_CACHE_DIR``, else in the user's cache."""
-    given = os.environ.get("ACCEL_CACHE_DIR")
+    return _folder(os.environ.get("ACCEL_CACHE_DIR"))
+
+
+@lru_cache(maxsize=4)  # asked before every launch
+def _folder(given: str | None) -> Path:
     if given:
         return Path(given) / "kernels"
     import platformdirs
@@ -131,13 +135,19 @@ def default_path() -> Path:
 
 
 def lookup(key: Key) -> Entry | None:
-    """The entry for ``key`` in the default table, which is read again when its file has changed."""
+    """The entry for ``key`` in the default table."""
+    table = current()
+    return None if table is None else table.get(key)
+
+
+def current() -> Table | None:
+    """The default table, which is read again when its file has changed; None where there is no file."""
     path = default_path()
     try:
         stamp = path.stat().st_mtime_ns
     except OSError:
         return None
-    return _read(path, stamp).get(key)
+    return _read(path, stamp)
 
 
 @lru_cache(maxsize=2)

@@ -145,6 +145,25 @@ def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     assert "- 5, 8, 8 bf16, row: no answer in 12 s" in text
 
 
+def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where a row under "torch.compile" is the plain function: one piece of code is compiled eight times at most,
+    then it is run as it stands."""
+    made = 0
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Any:
+        nonlocal made
+        made += 1
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, **_: real(f, backend=backend, dynamic=dynamic))
+    for m in range(3, 14):
+        spec = script.spec_of(m, 8, 8, "bf16", "silu")
+        script.compiled(spec, [script.tune.operands_for(spec, torch.device("cpu"))])()
+    torch._dynamo.reset()
+    assert made == 11
+
+
 def test_what_never_measured_anything_is_no_endless_loop(script: ModuleType, tmp_path: Path) -> None:
     assert script.supervise([sys.executable, "-c", "raise SystemExit(3)"], 600, tmp_path) == 3
     assert list(tmp_path.iterdir()) == []

@@ -88,7 +88,10 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
     (command,) = by_name["benchmark"].commands(100)
     assert command[command.index("--out") + 1] == str(tmp_path)
     assert command[command.index("--seconds") + 1] == "70"
-    assert len(by_name["compile what is measured"].commands(60)) == 14
+    cases, *warming = by_name["compile what is measured"].commands(60)
+    assert cases[-1] == str(Path("tests/kernels/gpu_cases.py")), "what runs under compute-sanitizer is compiled before"
+    assert (ROOT / cases[-1]).is_file()
+    assert len(warming) == 14
     for command in by_name["compute-sanitizer"].commands(60):
         assert [word for word in command if word.startswith("tests/")] == ["tests/kernels/test_gpu_kernels.py"]
 
@@ -110,17 +113,29 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
     assert script.shards(["a"], 3) == [["a"]]
 
 
-def test_a_file_that_cannot_be_imported_is_seen(script: ModuleType, tmp_path: Path) -> None:
-    """Fails where its tests are just missing among those that passed."""
+def test_a_file_that_cannot_be_imported_is_seen(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where its tests are just missing among those that passed, or where a folder whose conftest.py lacks a
+    package takes the tests of all other folders with it, and the step passes for having nothing to run."""
     mark = "gpu"  # apart, or this file would be taken for one with such tests
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
-    files = [str(tmp_path / name) for name in ("test_broken.py", "test_whole.py")]
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "conftest.py").write_text("import no_package_of_this_name\n")
+    (tmp_path / "lacking" / "test_two.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_two(): ...\n")
+    files = [str(tmp_path / name) for name in ("test_broken.py", "test_whole.py", "lacking/test_two.py")]
     names, missing = script.collected(files, seconds=300)
     assert [name.rpartition("/")[2] for name in names] == ["test_whole.py::test_one"]
-    assert missing[0].startswith("not run: ")
-    assert missing[0].endswith("test_broken.py")
-    assert "nothing_of_this_name" in missing[1]
+    broken, lacking = missing
+    assert broken.startswith(f"not run: {files[0]}: ")
+    assert "nothing_of_this_name" in broken
+    assert lacking.startswith(f"not run: {files[2]}: ")
+    assert "no_package_of_this_name" in lacking
+    monkeypatch.setattr(script, "collected", lambda: ([], missing))
+    by_name = {step.name: step for step in script.steps(4, tmp_path)}
+    with pytest.raises(RuntimeError, match=r"no test for a GPU could be collected: .*no_package_of_this_name"):
+        by_name["tests"].commands(60)
 
 
 @pytest.mark.slow

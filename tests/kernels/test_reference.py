@@ -178,6 +178,23 @@ def test_w8a8_equals_the_integer_product() -> None:
     assert torch.equal(got * 4, (a.long() @ b.long()).float())
 
 
+@pytest.mark.parametrize("wrong", [(1, 2, 3), (), "same", 1.5, [1, "2"]])
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
+    """Fails where three numbers are taken for the first and the last of them, or where torch's own words come out."""
+    x, w = torch.ones(1, 5, 6, 3), torch.ones(2, 2, 2, 3)
+    with pytest.raises(BadFeeds, match=f"{name} is .*; pass a whole number, or two"):
+        fused_conv2d(x, w, **{name: wrong})  # type: ignore[arg-type]
+    assert fused_conv2d(x, w, **{name: [2, 1]}).equal(fused_conv2d(x, w, **{name: (2, 1)}))  # type: ignore[arg-type]
+
+
+def test_a_number_is_no_matrix() -> None:
+    """Fails with an IndexError where a shape is looked at before it is checked."""
+    for a, b in ((torch.tensor(1.0), torch.ones(3, 5)), (torch.ones(3, 5), torch.tensor(1.0))):
+        with pytest.raises(BadFeeds, match="both have to be matrices"):
+            fused_gemm(a, b)
+
+
 def test_wrong_problems_are_refused_with_the_fix() -> None:
     a, b = torch.ones(2, 3, dtype=torch.float16), torch.ones(3, 4, dtype=torch.float16)
     with pytest.raises(BadFeeds, match="columns of a have to be the rows of b"):

@@ -142,6 +142,14 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int) -> None:
     assert made.registers > 0
 
 
+@pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
+def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
+    """Fails where the tensor cores sum all of K by themselves, which is Triton's default there: they keep 14 bits."""
+    made = cross.compile_config(get(name), "fp8_e4m3", 90)
+    assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
+    assert "14 bits" in replace(made, imprecise=1 << 30).problem
+
+
 def test_a_bad_build_is_named() -> None:
     right = cross.Compiled(
         config="gemm_128x128", dtype="fp16", arch=90, shared=1000, registers=99, spilled=0, instruction="wgmma f16"

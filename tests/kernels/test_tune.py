@@ -7,12 +7,16 @@ name that can't run the problem.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import test_gpu_kernels
 import torch
 from click.testing import CliRunner
 from hypothesis import given
@@ -20,7 +24,7 @@ from hypothesis import strategies as st
 
 from accel.cli.kernels import command
 from accel.errors import CannotWrite, UnknownName, UnsupportedHere
-from accel.kernels import dispatch, problem, reference, tune, tuned
+from accel.kernels import build, dispatch, native_launch, problem, reference, tune, tuned
 from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.tune import Candidate, choose_fastest
 from accel.kernels.tuned import Device, Entry, Key, Table, bucket, key_of
@@ -268,6 +272,110 @@ def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
         last[-1, -1, -1, -1] = float("nan")
         assert tune.largest_error(spec, operands, last) == float("inf")
         assert tune.largest_error(spec, operands, right.permute(0, 3, 1, 2)) == float("inf")
+
+
+@pytest.mark.parametrize("dtype", test_gpu_kernels.DTYPES)
+def test_a_right_kernel_passes_what_the_gpu_is_tested_on(dtype: str) -> None:
+    """Fails where the operands of a test for a GPU overflow its output, or its bound is too tight: the reference in the
+    GPU's arithmetic is as right as a kernel can be."""
+    for sizes in (*test_gpu_kernels.RAGGED, *test_gpu_kernels.ALIGNED):
+        for full in (False, True):
+            spec = test_gpu_kernels.spec_of(dtype, "silu", sizes, full)
+            operands = a, b, given = tune.operands_for(spec, torch.device("cpu"))
+            wide = reference.gemm_torch(spec, a, b, given, compute=torch.float32)
+            got = wide.to(reference.TORCH_DTYPES[spec.epilogue.out_dtype])
+            assert bool(got.isfinite().all()), (sizes, full)
+            assert tune.largest_error(spec, operands, got) <= 1, (sizes, full)
+
+
+class FakeGpu:
+    """A clock that only what the GPU does moves on, and the calls that record and time it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, records: bool) -> None:
+        self.now, self.launched, self.recording = 0.0, 0, False
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1000
+
+        class Graph:
+            def capture_begin(self, capture_error_mode: str) -> None:
+                gpu.recording, gpu.launched = True, 0
+
+            def capture_end(self) -> None:
+                gpu.recording = False
+                if not records:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+
+            def replay(self) -> None:
+                gpu.now += 5.0 * gpu.launched
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Stream", object)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def run(self) -> None:
+        """A kernel of 5 microseconds that Python takes 80 to launch."""
+        self.launched += 1
+        if not self.recording:
+            self.now += 80.0
+
+
+def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where the time of a small kernel is that of its launch, which makes every candidate as fast as the next; or
+    where a small kernel is recorded so few times that not every set of operands has its turn."""
+    gpu = FakeGpu(monkeypatch, records=True)
+    assert tune.microseconds(gpu.run) == pytest.approx(5.0)
+    assert gpu.launched >= 64, "as many as there can be sets of operands"
+
+
+def test_what_cannot_be_recorded_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tune.microseconds(FakeGpu(monkeypatch, records=False).run) == pytest.approx(80.0)
+
+
+def test_what_a_library_has_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where each launch reads the record of the build: files and JSON, longer than a small kernel runs."""
+    library = SimpleNamespace(path=tmp_path / "library.so", gemms={"sm90_fp16_pingpong_64x128": 0})
+    (tmp_path / build.RECORD).write_text(json.dumps({"archs": ["sm_90a"], "files": ["sm90_fp16"]}))
+    monkeypatch.setattr(native_launch, "installed", lambda _capability: library)
+    assert "sm90_fp16_pingpong_64x128" in dispatch.native_names((9, 0))
+    monkeypatch.setattr(build, "_record", lambda path: pytest.fail(f"{path} is read again"))
+    assert "sm90_fp16_pingpong_64x128" in dispatch.native_names((9, 0))
+
+
+def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where tuning on a PyTorch that brings Triton under another name ends in PackageNotFoundError."""
+    triton = pytest.importorskip("triton")
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "G")
+    versions: list[str] = []
+    monkeypatch.setattr(dispatch, "native_names", lambda _: versions)
+    assert dispatch._triton_version() == triton.__version__
+    assert dispatch.device_of.__wrapped__(0).gpu == "G"
+
+
+def test_the_reference_on_a_gpu_has_no_tf32() -> None:
+    """Fails where fp32 that no kernel takes is multiplied with ten bits, as cuDNN does unless it is told otherwise."""
+    spec = replace(SPEC, in_dtype="fp32")
+    assert dispatch._sums(spec, torch.device("cuda")) == torch.float64
+    assert dispatch._sums(spec, torch.device("cpu")) == torch.float32
+    assert dispatch._sums(SPEC, torch.device("cuda")) == torch.float32, "tf32 holds every fp16"
 
 
 def test_the_patches_are_those_of_unfold() -> None:
