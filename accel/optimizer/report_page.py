@@ -197,8 +197,9 @@ class Axis:
 
 def _round_steps(low: float, high: float) -> list[float]:
     """The multiples between ``low`` and ``high`` of 1, 2 or 5 times a power of ten, at most ``_MOST_TICKS``."""
+    # The step is between this and 12 times it: as many ticks as there are steps, and one, have to be enough.
     size = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
-    step = next(f * size for f in (1, 2, 5, 10) if (high - low) / (f * size) <= _MOST_TICKS - 1)
+    step = next(f * size for f in (1, 2, 5, 10, 20) if (high - low) / (f * size) <= _MOST_TICKS - 1)
     return [
         round(i * step, 12 - math.floor(math.log10(step)))
         for i in range(math.ceil(low / step), math.floor(high / step) + 1)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from browser import browser, chromium
+from hypothesis import given
+from hypothesis import strategies as st
 
 import accel
 from accel.artifact import Artifact, Manifest
@@ -257,3 +259,12 @@ def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str
     assert [tick["text"] for tick in ticks] == texts
     assert [tick["at"] for tick in ticks] == [axis.at(float(text)) for text in texts]
     assert all(0 <= a["at"] < b["at"] <= 600 for a, b in pairwise(ticks))
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4), st.booleans())
+def test_an_axis_of_any_numbers_has_its_ticks(values: list[float], log: bool) -> None:
+    """Fails if numbers of some spread have no ticks, more than there is room for, or such as lie off the axis."""
+    ticks = Axis(values, 0.0, 100.0, log=log).ticks()
+    assert 1 <= len(ticks) <= 7
+    assert all(0 <= tick["at"] <= 100 for tick in ticks)
+    assert all(a["at"] < b["at"] for a, b in pairwise(ticks))

@@ -343,10 +343,11 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
     """Fails if a count of one is a plural, or if float64 is counted as True."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
-    said = cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout
+    said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said
     assert "rewritten float64 as float32; 0 nodes still refused" in said
-    said = cli("preflight", foreign(tmp_path / "m.onnx").path, "--fix", "-o", tmp_path / "g.onnx").stdout
+    ran = cli("preflight", foreign(tmp_path / "m.onnx").path, "--fix", "-o", tmp_path / "g.onnx")
+    said = " ".join(ran.stdout.split())
     assert "rewritten 1 bias, 1 weight, 1 activation; 0 nodes still refused" in said
 
 
