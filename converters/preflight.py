@@ -194,7 +194,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
         TensorProto.FLOAT8E5M2: "float8",
     }
     fixes = {
-        "bfloat16": "cast the model to fp16 or build for 8.0 and later",
+        "bfloat16": "export it in float32 or float16, or build for 8.0 and later",
         "float8": "use int8 or build for 8.9 and later",
     }
     ends = {value.name for value in (*graph.input, *graph.output)}

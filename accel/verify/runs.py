@@ -34,7 +34,7 @@ def check_runs(src: Artifact) -> None:
     Raises ``BadInputSpec`` with the case that failed.
     """
     signature = src.signature
-    with open_session(src) as session:
+    with open_session(src, gate_runtime(src)) as session:
         for sizes in signature.cases():
             try:
                 session.run(signature.example_inputs(**sizes))

@@ -90,3 +90,22 @@ def test_a_file_of_an_unknown_ending(tmp_path: Path) -> None:
     path.write_bytes(b"PK")
     with pytest.raises(BadSource, match="doesn't know by its ending"):
         accel.export(path, out=tmp_path / "m.onnx")
+
+
+def test_a_bf16_file_that_no_cpu_runs_becomes_an_engine(tmp_path: Path) -> None:
+    """Fails if a right bf16 file is refused for a GPU that has bf16, since ONNX Runtime has no such CPU kernels."""
+    import ml_dtypes
+
+    weight = np.random.default_rng(0).standard_normal((16, 8)).astype(ml_dtypes.bfloat16)
+    kind = TensorProto.BFLOAT16
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Relu", ["p"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", kind, ["batch", 16])],
+        [helper.make_tensor_value_info("y", kind, ["batch", 8])],
+        [helper.make_tensor("w", kind, weight.shape, weight.tobytes(), raw=True)],
+    )
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    result = accel.optimize(path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.9"])
+    assert result.chosen == "tensorrt-rtx bf16"
