@@ -12,6 +12,10 @@ from accel.progress import watched_by, watcher
 
 # What is named of what took the time, and of what was missed for it.
 _NAMED = 4
+# What a short measurement takes for each process (loading it, warming it up, five short blocks), and how many processes
+# of the source are in it.
+SECONDS_A_CANDIDATE = 4.0
+SOURCES = 2
 # How the name of a step ends that reads calibration data.
 QUANTIZING = ": quantize"
 
@@ -32,6 +36,12 @@ class Budget:
         self._clock = clock
         self._begun = clock()
         self._taken: dict[str, float] = {}
+        self._built = 0
+
+    def built(self) -> None:
+        """One more candidate waits to be measured: the time for it is kept, building ends before. What was built and
+        not measured is of no use."""
+        self._built += 1
 
     @property
     def limited(self) -> bool:
@@ -49,13 +59,17 @@ class Budget:
         return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent)
 
     def over(self, share: float) -> bool:
-        """Whether more than this share of it is spent."""
-        return self.seconds is not None and self.spent >= share * self.seconds
+        """Whether more than this share of it is spent, or no more is left than measuring what is built and
+        one more takes."""
+        if self.seconds is None:
+            return False
+        kept = (self._built + 1 + SOURCES) * SECONDS_A_CANDIDATE if self._built else 0.0
+        return self.spent >= min(share * self.seconds, self.seconds - kept)
 
     @contextmanager
     def within(self, share: float) -> Iterator[None]:
         """What is done inside is given up, with ``OutOfTime``, at the first progress that it reports when more than
-        this share of the budget is spent."""
+        this share of the budget is spent, or what is left is for measuring (``over``)."""
         if not self.limited:
             yield
             return

@@ -82,7 +82,7 @@ class CandidateResult:
         self.status, self.reason, self.out_of_time = "not tried", reason, True
 
 
-# The rest of a budget is for measuring: what was built and not measured is of no use. Nothing is begun after the first
+# The rest of a budget is for measuring, or more of it (``Budget.built``). Nothing is begun after the first
 # share of it, and what is under way then is given up at the second.
 _BUILDING = 0.6
 _GIVING_UP = 0.75
@@ -140,6 +140,8 @@ def attempt(
             options = recipe.options if last_runnable is artifact else {}
             with budget.spending(f"{recipe.name}: judging"):
                 judged(row, judge, last_runnable, options, max_drop, cache)
+            if recipe.runnable and row.status == "passed":
+                budget.built()
     except OutOfTime:
         row.missed(budget.reason(doing))
     except UnsupportedHere as error:  # this form of this model for this target; another may do

@@ -15,7 +15,7 @@ from accel.bench.statistics import MIN_FLOOR, MIN_ROUNDS, Ratio, judge, speedup
 from accel.cache import StageCache
 from accel.errors import AccelError
 from accel.memory import available
-from accel.optimizer.budget import Budget
+from accel.optimizer.budget import SECONDS_A_CANDIDATE, SOURCES, Budget
 from accel.optimizer.candidate import CandidateResult, judged
 from accel.optimizer.choice import fastest
 from accel.optimizer.judge import Judge
@@ -23,16 +23,13 @@ from accel.optimizer.measurement import Effort, measured
 from accel.optimizer.session_variants import variants
 from accel.optimizer.workload import Workload
 
-# What a short measurement takes for each process: loading it, warming it up, five short blocks.
-_SECONDS_A_CANDIDATE = 4.0
-# Of these, loading it.
+# Of what a short measurement takes for each process, loading it.
 _SECONDS_TO_LOAD = 2.0
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
 # Further rounds while an interval is wide: on a noisy machine nothing would seem faster otherwise.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
-_SOURCES = 2  # processes of the source in each measurement
 # What a process takes: a runtime, the model as it was read, and once more as the runtime has packed it.
 _RUNTIME_MB = 200
 _COPIES = 2
@@ -128,7 +125,7 @@ class Search:
         """``rows`` in order, together as many as fit into memory beside the source, one at least."""
         room = available()
         groups: list[list[CandidateResult]] = [[]]
-        left = first = math.inf if room is None else room / 1e6 - _SOURCES * _megabytes(self.source)
+        left = first = math.inf if room is None else room / 1e6 - SOURCES * _megabytes(self.source)
         for row in rows:
             if groups[-1] and _megabytes(row) > left:
                 groups.append([])
@@ -141,7 +138,7 @@ class Search:
         """Those that are worth a long measurement: all of them, unless time is short."""
         if not self.budget.limited:
             return rows
-        fitting = max(0, int(self.budget.left // _SECONDS_A_CANDIDATE) - _SOURCES)
+        fitting = max(0, int(self.budget.left // SECONDS_A_CANDIDATE) - SOURCES)
         for row in rows[fitting:]:
             row.missed(self.budget.reason("it was measured"))
         left = rows[:fitting]
@@ -163,8 +160,8 @@ class Search:
         if not self.budget.limited:
             return effort
         left = self.budget.left
-        timing = max(0.0, left - (count + _SOURCES) * _SECONDS_TO_LOAD)
-        a_round = (count + _SOURCES) * 2 * effort.block_seconds  # half of a block goes before it, to warm up
+        timing = max(0.0, left - (count + SOURCES) * _SECONDS_TO_LOAD)
+        a_round = (count + SOURCES) * 2 * effort.block_seconds  # half of a block goes before it, to warm up
         fitting = max(MIN_ROUNDS, min(self.rounds, int(timing / a_round)))
         # Where not even the fewest rounds fit, their blocks get shorter.
         share = min(1.0, timing / (MIN_ROUNDS * a_round))
@@ -173,7 +170,7 @@ class Search:
 
     @staticmethod
     def _seconds(count: int) -> float:
-        return (count + _SOURCES) * _SECONDS_A_CANDIDATE
+        return (count + SOURCES) * SECONDS_A_CANDIDATE
 
     def _measure(self, rows: Sequence[CandidateResult], effort: Effort) -> None:
         with self.budget.spending("measuring"):

@@ -17,7 +17,7 @@ from accel.bench.report import BenchReport, Row
 from accel.cache import StageCache
 from accel.converters.simplify import SimplifyConfig
 from accel.errors import BadData
-from accel.optimizer.budget import Budget, OutOfTime
+from accel.optimizer.budget import SECONDS_A_CANDIDATE, SOURCES, Budget, OutOfTime
 from accel.optimizer.candidate import CandidateResult, attempt
 from accel.optimizer.choice import fastest
 from accel.optimizer.measurement import Effort, measured
@@ -151,6 +151,28 @@ def test_what_is_under_way_is_given_up_with_the_budget() -> None:
     assert heard == ["half", "late"]
     with Budget(None, clock).within(0.75):
         report("no end")
+
+
+@pytest.mark.parametrize(("seconds", "at_least"), [(5.0, 1), (30.0, 2), (60.0, 5), (1000.0, 10)])
+def test_building_leaves_the_time_to_measure_what_was_built(
+    small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, at_least: int
+) -> None:
+    """Fails if more is built than there is time to measure, or building ends although there is time for more."""
+    clock = Clock()
+    budget = Budget(seconds, clock)
+
+    def judging(*_: Any) -> None:
+        clock.now += 2.0
+
+    monkeypatch.setattr("accel.optimizer.candidate.judged", judging)
+    rows = []
+    for index in range(10):
+        recipe = Recipe(name=f"c{index}", target=Target.get("ort-cpu"), precision="fp32", stages=())
+        rows.append(attempt(recipe, small, None, None, 0.01, StageCache(), budget))  # type: ignore[arg-type]
+    built = [row for row in rows if row.status == "passed"]
+    assert at_least <= len(built) <= at_least + 3
+    assert all(row.out_of_time for row in rows if row not in built)
+    assert budget.left >= (len(built) + SOURCES - 1) * SECONDS_A_CANDIDATE or len(built) == 1
 
 
 def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
