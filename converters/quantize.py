@@ -199,7 +199,7 @@ def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, fol
         signature=src.signature,
         config=config if config.data is None else replace(config, data=config.data.absolute()),
         excluded=_prepare(model, config),
-        transformer=_is_transformer(model),
+        transformer=is_transformer(model),
         unfinished=unfinished(),
     )
 
@@ -267,7 +267,7 @@ def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kept))
 
 
-def _is_transformer(model: onnx.ModelProto) -> bool:
+def is_transformer(model: onnx.ModelProto) -> bool:
     """Whether products of two activations feed a softmax, or come out of one."""
     constants = {t.name for t in model.graph.initializer}
     ops = {node.op_type for node in model.graph.node}

@@ -26,7 +26,7 @@ from accel.optimizer.publish import check_out, publish
 from accel.optimizer.recipes import Request, likelihood, precisions_for, recipes, searched, targets_for
 from accel.optimizer.report_page import PAGE, write_page
 from accel.optimizer.search import Search
-from accel.optimizer.stage_options import parse_cast_options, parse_quantize_options
+from accel.optimizer.stage_options import parse_cast_options, parse_quantize_options, without_effect
 from accel.optimizer.workload import workload
 from accel.runtimes.engine_options import parse_engine_options
 from accel.sources import REPORT, renaming_note, training_note
@@ -246,7 +246,9 @@ def optimize(
             chosen = likeliest(rows)
         seen = seen_note(rows, judge)
         late = budget.note([row.name for row in rows if row.out_of_time])
-        warnings = tuple(filter(None, [apart, nan, seen, late, _not_as_asked(source, chosen, request.precisions)]))
+        idle = without_effect(src, quantizing)
+        other = _not_as_asked(source, chosen, request.precisions)
+        warnings = tuple(filter(None, [apart, nan, seen, late, idle, other]))
         notes += warnings
         notes += filter(None, [renaming_note(src), training_note(src)])
         chosen.status = "chosen"

@@ -11,6 +11,7 @@ from accel.converters.quantize import CALIBRATIONS
 from accel.key_values import read_key_values, yes_or_no
 
 if TYPE_CHECKING:
+    from accel.artifact import Artifact
     from accel.converters.quantize import QuantizeConfig
 
 # What a mode of quantization reads of the config; the others it ignores, so they are not given to it.
@@ -40,6 +41,19 @@ def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[
     """Those of ``options`` that quantization in the mode of ``config`` reads."""
     known = _BY_MODE.get(config.mode, _OF_WEIGHTS)
     return {name: value for name, value in options.items() if name in known}
+
+
+def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:
+    """What to say of an option for quantization that changes nothing of ``src`` (kind ``onnx``); empty for none."""
+    from accel.converters.quantize import is_transformer
+    from accel.sources.onnx_file import read_proto
+
+    if not options.get("smooth") or is_transformer(read_proto(src.path)):
+        return ""
+    return (
+        f"--quantize smooth changes nothing of {src.path.name}: SmoothQuant is for transformers, which have a softmax "
+        "between products of activations; leave it out"
+    )
 
 
 def _parse(flag: str, texts: Iterable[str], known: Mapping[str, tuple[Callable[[str], Any], str]]) -> dict[str, Any]:

@@ -115,11 +115,12 @@ def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
 
 def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
     """Fails if the command doesn't know the options, the manifest doesn't say them, what is kept isn't float, the
-    report's command doesn't ask for them again, or more samples were asked for than there are and nobody hears it."""
+    report's command doesn't ask for them again, or more samples were asked for than there are, or SmoothQuant for a net
+    that isn't a transformer, and nobody hears it."""
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["--target", "tensorrt-rtx", "--precision", "int8", "--compute-capability", "8.6", "--data", data]
     mine = ["--quantize", "percentile=99.9", "--quantize", "samples=100000", "--quantize", "keep=second"]
-    mine += ["--cast", "keep-fp32=second"]
+    mine += ["--quantize", "smooth=0.5", "--cast", "keep-fp32=second"]
     done = cli("optimize", src.path, "-o", tmp_path / "out", *words, *mine, "--max-drop", "0.1", "--json")
     assert done.code == 0, done.stderr
     manifest = json.loads((tmp_path / "out" / "model.engine.manifest.json").read_text())
@@ -129,8 +130,9 @@ def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path:
     assert options["cast"]["keep_fp32"] == ["second"]
     body = json.loads(done.stdout)
     assert any("calibrated on 32 samples, not 100000" in note for note in body["notes"])
+    assert any("--quantize smooth changes nothing" in line for line in done.stderr.splitlines())
     asked = command.make_context("optimize", shlex.split(body["command"])[2:]).params
-    assert (asked["quantize"], asked["cast"]) == (tuple(mine[1:6:2]), ("keep-fp32=second",))
+    assert (asked["quantize"], asked["cast"]) == (tuple(mine[1:8:2]), ("keep-fp32=second",))
 
 
 def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
