@@ -144,7 +144,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="openvino_from_onnx",
-        version=2,
+        version=3,
         function="accel.converters.openvino_from_onnx:openvino_from_onnx",
         config="accel.converters.openvino_from_onnx:OpenVinoFromOnnxConfig",
         takes=("onnx",),

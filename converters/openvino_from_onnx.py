@@ -12,6 +12,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.child import run_in_child
+from accel.converters.openvino_reductions import keep_reduced_dims
 from accel.converters.openvino_softmax_guard import remove_softmax_guards
 from accel.errors import BuildFailed, CannotWrite, ChildCrashed, InvalidModel, MissingExtra, one_line, shortened
 from accel.progress import report
@@ -49,7 +50,8 @@ class IrNotBuilt(BuildFailed):
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Convert ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
 
-    ``properties``: precision. ``notes``: openvino (version), operations, softmax_guards_removed. Raises
+    ``properties``: precision. ``notes``: openvino (version), operations, softmax_guards_removed,
+    reductions_rewritten. Raises
     ``MissingExtra``, ``InvalidModel`` for a file that is no ONNX, ``IrNotBuilt`` for one that OpenVINO can't convert.
     """
     _, declared = describe_onnx(src.path)
@@ -99,12 +101,18 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
     except RuntimeError as error:
         raise IrNotBuilt(_refusal(path.name, reason(error, 4000))) from error
     guards = remove_softmax_guards(model)
+    reductions = keep_reduced_dims(model)
     model.set_rt_info(json.dumps(names), list(RT_INFO))
     try:
         ov.save_model(model, str(out), compress_to_fp16=False)
     except RuntimeError as error:
         raise CannotWrite(f"OpenVINO can't write {out.name} ({reason(error)}); free some space") from error
-    return {"openvino": str(ov.__version__), "operations": len(model.get_ops()), "softmax_guards_removed": guards}
+    return {
+        "openvino": str(ov.__version__),
+        "operations": len(model.get_ops()),
+        "softmax_guards_removed": guards,
+        "reductions_rewritten": reductions,
+    }
 
 
 def _refusal(name: str, said: str) -> str:
