@@ -13,6 +13,8 @@ from accel.sources import open_source
 from accel.verify.compare import Difference
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
 
     from accel.sources.declare import Dims
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 # node by node without fusions: float32 against float32 leaves next to nothing.
 LIMITS = {**OUTPUT_LIMITS, "fp32": 1e-4}
 
+# How far what a runtime computes may be from the ONNX form that it was made from: both compute the same graph.
+_AS_RUN = 0.1
+
 _BATCH = 8
 
 
@@ -30,7 +35,9 @@ class BisectReport:
     """``divergence`` is None where the outputs agree within ``limit``. ``tensors``: how many were matched (of which
     ``by_structure``), ``unmatched`` how many have no counterpart. ``harmless``: they differ, what is computed from them
     doesn't. ``earlier``: tensors before the one found that differ as well; None unless scanned. ``notes``: which file
-    was looked into instead of one that can't be."""
+    was looked into instead of one that can't be. ``as_run``: where that was the candidate and this machine runs it, the
+    output in which what its runtime computes is furthest from the file looked into, if by more than such a runtime
+    may: no node is to blame then."""
 
     divergence: Divergence | None
     limit: float
@@ -42,6 +49,7 @@ class BisectReport:
     harmless: tuple[str, ...]
     earlier: tuple[str, ...] | None
     notes: tuple[str, ...] = ()
+    as_run: Difference | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -55,6 +63,7 @@ class BisectReport:
             "harmless": list(self.harmless),
             "earlier": None if self.earlier is None else list(self.earlier),
             "notes": list(self.notes),
+            "as_run": self.as_run.to_json() if self.as_run else None,
         }
 
 
@@ -70,7 +79,8 @@ def bisect(
 ) -> BisectReport:
     """Find the first node at which ``candidate`` parts from ``reference``: two ONNX models with the same inputs and
     outputs, after whatever stage (simplified, cast, quantized). For an engine or an OpenVINO model the last ONNX form
-    that it was made from, where that is still there as the manifest records it.
+    that it was made from, where that is still there as the manifest records it; where this machine has the runtime, what
+    it computes is compared with that form.
 
     Both run on ``samples`` samples of ``data`` (without it on random inputs), with the rounding of their own dtypes
     after every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ of a tensor that still counts
@@ -85,7 +95,8 @@ def bisect(
     from accel.verify.data import widened
 
     notes: list[str] = []
-    first, second = _open(reference, dims, notes), _open(candidate, None, notes)
+    given = open_source(candidate)
+    first, second = _onnx_of(open_source(reference, dims=dims), notes), _onnx_of(given, notes)
     first = widened(first, Path(data) if data else None, dict(dims or {}))
     for role, ours, theirs in (
         ("inputs", first.signature.inputs, second.signature.inputs),
@@ -122,11 +133,26 @@ def bisect(
         harmless=search.harmless,
         earlier=search.earlier,
         notes=tuple(notes),
+        as_run=_as_run(given, second, feeds),
     )
 
 
-def _open(model: str | Path | Artifact, dims: Dims | None, notes: list[str]) -> Artifact:
-    artifact = open_source(model, dims=dims)
+def _as_run(given: Artifact, looked_into: Artifact, feeds: Sequence[Mapping[str, np.ndarray]]) -> Difference | None:
+    from accel.runtimes.base import open_session, recorded_options
+    from accel.verify.compare import compare, worst
+    from accel.verify.gates import cast_feeds, gate_runtime
+
+    runtime = gate_runtime(given)
+    if given is looked_into or runtime is None:
+        return None
+    with open_session(looked_into, gate_runtime(looked_into)) as one, open_session(given, runtime) as two:
+        found = worst([compare(one.run(cast_feeds(one, f)), two.run(cast_feeds(two, f))) for f in feeds])
+    furthest = max(found.values(), key=lambda difference: difference.rel_l2)
+    precision = recorded_options(given).get("precision") or given.properties.get("precision")
+    return furthest if not furthest.rel_l2 <= min(_AS_RUN, OUTPUT_LIMITS.get(str(precision), _AS_RUN)) else None
+
+
+def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     if artifact.kind == "onnx":
         return artifact
     made_from = _last_onnx(artifact)

@@ -50,7 +50,7 @@ def command(
         reference, candidate, data=data, limit=limit, samples=samples, scan=scan, dims=read_dims(dims) or None
     )
     say.result(found.to_json(), lambda: _human(found, scan))
-    if found.divergence is not None:
+    if found.divergence is not None or found.as_run is not None:
         sys.exit(1)
 
 
@@ -64,13 +64,20 @@ def _human(found: BisectReport, scan: bool) -> Any:
     looked += f", {found.unmatched} without a counterpart" if found.unmatched else ""
     looked += f"; {found.runs} {'run' if found.runs == 1 else 'runs'}, limit {found.limit:g}"
     looked += "".join(f"\n{note}" for note in found.notes)
+    if found.as_run is not None:
+        off = f"{found.as_run.output} is off by {found.as_run.rel_l2:.3g} (rel_l2)"
+        looked += (
+            f"\nits own runtime computes something else: {off} from that file, of which no node is to blame; take "
+            "another --precision or --target"
+        )
     if found.divergence is None:
         inside = (
             "so does every tensor before them" if scan else "nothing else was looked at; --scan looks at every tensor"
         )
         if found.harmless:
             inside = f"differ without consequence: {', '.join(found.harmless)}"
-        return escape(f"the outputs agree: {looked}\n{inside}")
+        what = "the outputs agree" if found.as_run is None else "the ONNX forms agree"
+        return escape(f"{what}: {looked}\n{inside}")
     d = found.divergence
     lines = [f"first difference: {_node(d.node)}"]
     if d.node.module:

@@ -302,6 +302,30 @@ def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: P
     assert ran.code == 2, ran.stdout
 
 
+def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) -> None:
+    """Fails if a model that its runtime computes otherwise than the file it was made from (here of other weights) is
+    said to agree, as the two files do."""
+    pytest.importorskip("openvino")
+    weight = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
+    shapes = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 8])}
+    graph = artifact(tmp_path / "m.onnx", [node("MatMul", "x w", "y")], *shapes, {"w": weight})
+    config = OpenVinoFromOnnxConfig()
+    ir = run_stage("openvino_from_onnx", graph, config, out=tmp_path / "m.xml", cache=StageCache(tmp_path / "cache"))
+    assert bisect(graph, ir).as_run is None
+    assert cli("bisect", graph.path, ir.path).code == 0
+    weights = ir.path.with_suffix(".bin")
+    weights.write_bytes(weights.read_bytes().replace(weight.tobytes(), (2 * weight).tobytes()))
+    found = bisect(graph, ir)
+    assert found.divergence is None
+    assert found.as_run is not None
+    assert found.as_run.rel_l2 == pytest.approx(1.0)
+    shown = cli("bisect", graph.path, ir.path)
+    said = " ".join(shown.stdout.split())
+    assert shown.code == 1
+    assert "the ONNX forms agree" in said
+    assert "its own runtime computes something else: y is off by 1 (rel_l2)" in said
+
+
 def test_nodes_of_the_older_exporter() -> None:
     """Fails if the module path isn't read out of a node's name where there is no metadata."""
     from accel.verify.tensor_match import module_path
