@@ -79,8 +79,8 @@ def bisect(
 ) -> BisectReport:
     """Find the first node at which ``candidate`` parts from ``reference``: two ONNX models with the same inputs and
     outputs, after whatever stage (simplified, cast, quantized). For an engine or an OpenVINO model the last ONNX form
-    that it was made from, where that is still there as the manifest records it; where this machine has the runtime, what
-    it computes is compared with that form.
+    that it was made from, where that is still there as the manifest records it; what the runtime computes, where this
+    machine has it, is compared with that form.
 
     Both run on ``samples`` samples of ``data`` (without it on random inputs), with the rounding of their own dtypes
     after every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ of a tensor that still counts
