@@ -22,10 +22,6 @@ from accel.stage import StageConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# What else can be done where the rewritten graph computes something else.
-NEEDS_FLOAT64 = "write what needs float64 so that float32 is enough, or run it with --target ort-cpu, which has float64"
-NEEDS_OWN_SCALES = "quantize the float model anew, with accel optimize --precision int8 --data"
-
 _STEPS = 127  # of symmetric int8: -127 to 127, as TensorRT quantizes
 
 

@@ -18,6 +18,10 @@ NO_BIAS = "quantize it without quantizing biases (accel optimize and accel prefl
 IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
+# What else can be done where the rewritten graph computes something else.
+NEEDS_FLOAT64 = "write what needs float64 so that float32 is enough, or run it with --target ort-cpu, which has float64"
+NEEDS_OWN_SCALES = "quantize the float model anew, with accel optimize --precision int8 --data"
+
 # The first compute capability that has the type.
 FIRST_WITH = {"bfloat16": (8, 0), "float8": (8, 9)}
 

@@ -113,7 +113,7 @@ def preflight(
 
 def _way_on(error: GateFailed, refusals: Sequence[Refusal], *, quantized: bool) -> GateFailed:
     """``error`` of a rewriting that changed too much, with the nodes it was for and what can be done instead."""
-    from accel.converters.fit_tensorrt import NEEDS_FLOAT64, NEEDS_OWN_SCALES
+    from accel.converters.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 
     nodes = [row.node for row in refusals if row.safe]
     named = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

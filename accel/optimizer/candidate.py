@@ -10,7 +10,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.converters.fit_tensorrt import NEEDS_FLOAT64, NEEDS_OWN_SCALES
+from accel.converters.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 from accel.errors import AccelError, CannotWrite, GateFailed, UnsupportedHere, UsageError
 from accel.optimizer.budget import Budget, OutOfTime
 from accel.optimizer.judge import Judge, Judgement

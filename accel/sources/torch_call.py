@@ -183,8 +183,11 @@ def discover_outputs(
             training = in_training(module)
             raise BadSource(
                 f"the output {name!r} of {where} differs from run to run on the same inputs: "
-                + (training or "forward draws random numbers (dropout with training=True, say), or changes a buffer ")
-                + ("" if training else "that it computes with; leave that out of the model")
+                + (
+                    training
+                    or "forward draws random numbers, or changes a buffer that it computes with; leave that out "
+                )
+                + ("" if training else "of the model (a dropout with training=True, say)")
             )
     if not first:
         raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
