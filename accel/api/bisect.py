@@ -35,7 +35,7 @@ class BisectReport:
     """``divergence`` is None where the outputs agree within ``limit``. ``tensors``: how many were matched (of which
     ``by_structure``), ``unmatched`` how many have no counterpart. ``harmless``: they differ, what is computed from them
     doesn't. ``earlier``: tensors before the one found that differ as well; None unless scanned. ``notes``: which file
-    was looked into instead of one that can't be. ``as_run``: where that was the candidate and this machine runs it, the
+    was looked into instead of one that can't be. ``as_run``: where that was the candidate, its file agrees and this machine runs it, the
     output in which what its runtime computes is furthest from the file looked into, if by more than such a runtime
     may: no node is to blame then."""
 
@@ -133,7 +133,7 @@ def bisect(
         harmless=search.harmless,
         earlier=search.earlier,
         notes=tuple(notes),
-        as_run=_as_run(given, second, feeds),
+        as_run=None if search.found else _as_run(given, second, feeds),
     )
 
 
