@@ -35,9 +35,9 @@ class BisectReport:
     """``divergence`` is None where the outputs agree within ``limit``. ``tensors``: how many were matched (of which
     ``by_structure``), ``unmatched`` how many have no counterpart. ``harmless``: they differ, what is computed from them
     doesn't. ``earlier``: tensors before the one found that differ as well; None unless scanned. ``notes``: which file
-    was looked into instead of one that can't be. ``as_run``: where that was the candidate, its file agrees and this machine runs it, the
-    output in which what its runtime computes is furthest from the file looked into, if by more than such a runtime
-    may: no node is to blame then."""
+    was looked into instead of one that can't be. ``as_run``: where that was the candidate, its file agrees and this
+    machine runs it, the output in which what its runtime computes is furthest from the file looked into, if by more
+    than such a runtime may: no node is to blame then."""
 
     divergence: Divergence | None
     limit: float
