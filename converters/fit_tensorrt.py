@@ -65,8 +65,9 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
     """
     model = read_proto(src.path, weights=True)
     # A local function with float64 in it is opened first: its nodes are rewritten where they stand.
-    double = computes_in_float64(inlined(model).graph)
-    model = inlined(model) if double else model
+    flat = inlined(model)
+    double = computes_in_float64(flat.graph)
+    model = flat if double else model
     graph = model.graph
     types = {name: int(t.data_type) for name, t in constant_tensors(graph).items()}
     fit = _Fit(graph, types)

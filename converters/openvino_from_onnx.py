@@ -51,8 +51,8 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
     """Convert ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
 
     ``properties``: precision. ``notes``: openvino (version), operations, softmax_guards_removed,
-    reductions_rewritten. Raises
-    ``MissingExtra``, ``InvalidModel`` for a file that is no ONNX, ``IrNotBuilt`` for one that OpenVINO can't convert.
+    reductions_rewritten. Raises ``MissingExtra``, ``InvalidModel`` for a file that is no ONNX, ``IrNotBuilt`` for one
+    that OpenVINO can't convert.
     """
     _, declared = describe_onnx(src.path)
     external_files(read_proto(src.path))  # refuses weights outside the model's folder

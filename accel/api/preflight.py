@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # How far a rewritten graph may be from the one that came, by what rounds in it. Requantizing uint8 as symmetric int8
 # takes up to one of eight bits, and what an 8-bit graph rounds may fall into the next step; float64 in a graph of
 # floats has no such excuse.
-FIX_LIMITS = {"fp32": STAGE_LIMITS["fp32"], "fp16": STAGE_LIMITS["fp16"], "bf16": STAGE_LIMITS["bf16"]}
+FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
 
@@ -99,14 +99,15 @@ def preflight(
     refusals = tuple(look(src.path, compute_capabilities, supported))
     if not fix:
         return PreflightReport(refusals=refusals, asked_parser=bool(supported))
-    limit = FIX_LIMITS.get(str(src.properties.get("precision")), FIX_LIMIT_QUANTIZED)
+    precision = str(src.properties.get("precision"))
+    limit = FIX_LIMITS.get(precision, FIX_LIMIT_QUANTIZED)
     gate = OutputGate(limit=limit, data=Path(data) if data else None)
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
         try:
             made = run_stage("fit_tensorrt", src, FitTensorRtConfig(), gates=[gate], out=Path(str(out)), cache=cache)
         except GateFailed as error:
-            raise _way_on(error, refusals, quantized=limit == FIX_LIMIT_QUANTIZED) from error
+            raise _way_on(error, refusals, quantized=precision not in FIX_LIMITS) from error
     left = tuple(look(made.path, compute_capabilities, supported))
     return PreflightReport(refusals=refusals, asked_parser=bool(supported), fixed=made, left=left)
 

@@ -180,15 +180,11 @@ def discover_outputs(
     again = run_named(named, signature, signature.example_inputs(**cases[0]))
     for name, value in first.items():
         if not same_output(value, again[name]):
-            training = in_training(module)
-            raise BadSource(
-                f"the output {name!r} of {where} differs from run to run on the same inputs: "
-                + (
-                    training
-                    or "forward draws random numbers, or changes a buffer that it computes with; leave that out "
-                )
-                + ("" if training else "of the model (a dropout with training=True, say)")
+            why = in_training(module) or (
+                "forward draws random numbers, or changes a buffer that it computes with; leave that out of the model "
+                "(a dropout with training=True, say)"
             )
+            raise BadSource(f"the output {name!r} of {where} differs from run to run on the same inputs: {why}")
     if not first:
         raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
     if names and len(names) != len(first):
