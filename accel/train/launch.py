@@ -145,9 +145,10 @@ def first_errors(
     found.sort(key=lambda body: body["time"])
     silent = [str(r) for r in ranks if r not in {body["rank"] for body in found}]
     if killed:  # what the others met is that it was gone
-        words = [
-            f"rank {rank} was killed by signal {number}{_SENT_BY.get(number, '')}" for rank, number in killed.items()
-        ]
+        words = []
+        for rank, number in killed.items():
+            where = watchdog.where_it_died(out, rank)
+            words.append(f"rank {rank} was killed by signal {number}{_SENT_BY.get(number, '')}{where and f' {where}'}")
         words += [f"then rank {body['rank']}: {body['error'][:100]}" for body in found if body["rank"] not in killed]
         return TrainingFailed(
             f"{' | '.join(words)}; run the same command again, {_goes_on(out)}; --max-restarts does so by itself "

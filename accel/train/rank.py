@@ -112,5 +112,6 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # A rank that failed must not wait for the others in the destructors of its process groups.
+    # A rank that failed must not wait for the others in the destructors of its process groups; and gloo's threads live
+    # on where a mesh holds a group: what they use torn down beneath them, they can end it by a signal.
     os._exit(code)

@@ -34,12 +34,14 @@ def clear(out: Path) -> None:
 
 
 def enrol(out: Path, rank: int) -> None:
-    """In a rank, at its start, which may be one of several: from now on SIGUSR1 writes its stack."""
+    """In a rank, at its start, which may be one of several: from now on SIGUSR1 writes its stack, and so does what ends
+    it in native code."""
     (out / ALIVE).unlink(missing_ok=True)
     folder = out / STACKS
     folder.mkdir(exist_ok=True)
     stream = (folder / f"rank-{rank}.txt").open("w")  # stays open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)
+    faulthandler.enable(file=stream)
     (folder / f"rank-{rank}.pid").write_text(f"{socket.gethostname()} {os.getpid()}")
 
 
@@ -76,6 +78,16 @@ def who_hangs(out: Path) -> str:
     hangs = [f"rank {rank} doesn't answer (stopped, or stuck in native code)" for rank in pids if rank not in said]
     hangs += [f"rank {rank} is {where}" for rank, text in said.items() if (where := _outside_torch(text))]
     return ", ".join(hangs) or "every rank waits for another one: the collectives don't fit together"
+
+
+def where_it_died(out: Path, rank: int) -> str:
+    """Where a rank that native code ended was in Python, in words; "" where it left nothing (SIGKILL)."""
+    try:
+        said = (out / STACKS / f"rank-{rank}.txt").read_text(errors="replace")
+    except OSError:
+        return ""
+    frames = _FRAME.findall(said.partition("Fatal Python error")[2])
+    return _place(frames) if frames else ""
 
 
 def end(out: Path) -> None:
@@ -115,12 +127,13 @@ def _here(out: Path) -> dict[int, int]:
 def _outside_torch(stack: str) -> str:
     """Where the innermost frame is, "" where it is torch's."""
     frames = _FRAME.findall(stack)
-    installed = sysconfig.get_paths()["purelib"]
-    file, line, function = frames[0]
-    if file.startswith(f"{installed}/torch/"):
+    if frames[0][0].startswith(f"{sysconfig.get_paths()['purelib']}/torch/"):
         return ""
-    own = next(
-        ((f, n, w) for f, n, w in frames if not f.startswith((installed, sysconfig.get_paths()["stdlib"]))), None
-    )
-    file, line, function = own or (file, line, function)
+    return _place(frames)
+
+
+def _place(frames: list[tuple[str, str, str]]) -> str:
+    """The innermost frame that is neither Python's nor of an installed package, else the innermost one."""
+    theirs = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "stdlib"))
+    file, line, function = next((frame for frame in frames if not frame[0].startswith(theirs)), frames[0])
     return f"in {function} at {file}:{line}"

@@ -4,6 +4,7 @@ takes up the checkpoints of OTHER, and at last those that another launch leaves 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import sys
@@ -263,9 +264,11 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 def main(folder: Path, others: list[Path], later: list[Path]) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    faulthandler.enable()
     found: dict[str, Any] = {"parity": {}, "on": {}, "resumed": {}, "final": {}, "seconds": {}}
     for name, overrides in rows(world).items():
         began = time.monotonic()
+        print(f"rank {rank}: {name}", flush=True)  # where a launch fails
         trainer = start(overrides, folder / "none")
         found["parity"][name] = losses(trainer)
         found["on"][name] = rank_bytes.switched_on(trainer)
@@ -443,4 +446,8 @@ if __name__ == "__main__":
     words = [*sys.argv[1:], "then"]
     now, after = words[: words.index("then")], words[words.index("then") + 1 : -1]
     main(Path(now[0]), [Path(word) for word in now[1:]], [Path(word) for word in after])
-    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As a rank of accel's ends: gloo's threads outlive the groups, and where another rank closes its sockets while
+    # this one tears down what they use, they end it by a signal.
+    os._exit(0)

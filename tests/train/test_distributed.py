@@ -96,7 +96,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
             return subprocess.Popen(line, env=environment, stdout=said, stderr=said, text=True), out
 
     def ended(process: subprocess.Popen[str], out: Path) -> None:
-        assert process.wait(1800) == 0, (out / "said").read_text()[-3000:]
+        code, said = process.wait(1800), (out / "said").read_text()
+        # Where native code ended a rank comes last: torchrun's summary is long, and the end of a log is what one has.
+        crash = "".join(said.partition("Fatal Python error")[1:])[:4000]
+        last = [line for line in said.splitlines() if line.startswith("rank ")][-1:]
+        assert code == 0, "\n".join([said[-3000:], crash, *last])
 
     # Each takes up what the other saved: the first waits for the second at its end.
     two, first = launch(2, "then", str(folder / "world4"))

@@ -244,17 +244,18 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
     """Fails if one process isn't restarted, the error of the first attempt is told for what ended the second, or a
-    rank that a signal ended isn't named with the signal and where to go on."""
+    rank that a signal ended isn't named with the signal, where it was and where to go on."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
         "def fails(outputs, targets):\n"
         "    flag = Path(__file__).with_name('begun')\n"
-        "    if flag.exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if flag.exists():\n        os.kill(os.getpid(), signal.SIGSEGV)\n"
         "    flag.touch()\n    raise ValueError('only the first attempt')\n"
     )
     with pytest.raises(
-        TrainingFailed, match=r"^rank 0 was killed by signal 9 .*again, it starts anew.*--max-restarts"
+        TrainingFailed,
+        match=r"^rank 0 was killed by signal 11 in fails at .*source.py:\d+; .*again, it starts anew.*--max-restarts",
     ) as caught:
         train(config_of(loss=f"{source}:fails"), tmp_path / "run", max_restarts=1)
     assert "only the first attempt" not in str(caught.value)
