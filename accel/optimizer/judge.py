@@ -85,9 +85,9 @@ class Judge:
         if self.metric is not None:
             code = repr(self.metric) if isinstance(self.metric, LabelMetric) else metric_digest(self.metric)
         data = path_sha256(self.data) if self.data else ""
-        skipped = str(self._count)
+        part = f"{self._skip} {self._count} of {self._batch}"
         return text_sha256(
-            "\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), data, code, skipped])
+            "\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), data, code, part])
         )
 
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:

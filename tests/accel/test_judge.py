@@ -115,6 +115,13 @@ def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, t
     assert not judge.saw_all
 
 
+def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
+    """Fails if what was judged on both samples is taken for a judgement on the second alone: each is one batch."""
+    source, data = twice(tmp_path), samples(tmp_path, 2)
+    assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
+    assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})
+
+
 def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
     """Fails if somebody isn't told that int8 was judged on nothing but the sample that calibrated it, or is told so
     where others judge, or where nothing was quantized."""
