@@ -81,12 +81,13 @@ def who_hangs(out: Path) -> str:
 
 
 def where_it_died(out: Path, rank: int) -> str:
-    """Where a rank that native code ended was in Python, in words; "" where it left nothing (SIGKILL)."""
+    """Where the thread that ended a rank in native code was in Python, in words; "" where it left nothing (SIGKILL) or
+    ran no Python (one of gloo's): the others' stacks are in the file too, and it is none of them."""
     try:
         said = (out / STACKS / f"rank-{rank}.txt").read_text(errors="replace")
     except OSError:
         return ""
-    frames = _FRAME.findall(said.partition("Fatal Python error")[2])
+    frames = _FRAME.findall(said.partition("\nCurrent thread ")[2].partition("\n\n")[0])
     return _place(frames) if frames else ""
 
 
