@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -91,12 +92,18 @@ def test_a_unit_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> build.Built:
-    """One unit a family in one library, compiled in parallel: minutes."""
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> build.Built:
+    """One unit a family in one library, compiled in parallel: minutes, so the last one stays in pytest's own cache."""
     if build.find_nvcc() is None:
         pytest.skip("needs nvcc")
     pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
-    return build.build(list(PROVEN.values()), units=list(PROVEN), cache=tmp_path_factory.mktemp("cutlass"))
+    kept = getattr(request.config, "cache", None)  # -p no:cacheprovider: none
+    cache = kept.mkdir("cutlass") if kept else tmp_path_factory.mktemp("cutlass")
+    made = build.build(list(PROVEN.values()), units=list(PROVEN), cache=cache)
+    for folder in cache.iterdir():
+        if folder != made.path.parent and not folder.name.startswith("."):  # a build at work has a hidden one
+            shutil.rmtree(folder)
+    return made
 
 
 @pytest.mark.proof
