@@ -113,7 +113,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="fuse_kernels",
-        version=3,
+        version=4,
         function="accel.converters.fuse_kernels:fuse_kernels",
         config="accel.converters.fuse_kernels:FuseKernelsConfig",
         takes=("onnx",),

@@ -86,11 +86,13 @@ def build(
         for unit, own in units_for(wanted)
         if units is None or unit.name in units
     ]  # the long ones first
+    link = [nvcc, "-shared", "-cudart=static"]
+    # Other headers lie at the same place after an upgrade.
+    headers = (cutlass_includes()[0] / "cutlass" / "version.h").read_text() if jobs_found else ""
     jobs_found += [
         Job(name=s.stem, command=(*flags, "-lineinfo", *_codes(wanted), str(s))) for s in sorted(SOURCES.glob("*.cu"))
     ]
-    link = [nvcc, "-shared", "-cudart=static"]
-    return compile_library(jobs_found, link, wanted, jobs=jobs, cache=cache, progress=progress)
+    return compile_library(jobs_found, link, wanted, also=headers, jobs=jobs, cache=cache, progress=progress)
 
 
 def _codes(archs: Sequence[str]) -> list[str]:

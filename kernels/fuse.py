@@ -63,11 +63,13 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | None = None) -> tupl
     """A fused copy of ``module`` (which stays as it is) and what was matched.
 
     ``example_inputs`` are the positional inputs it is verified with. Without them no shape is known: residual sums stay
-    outside, and each fused layer is verified by itself with random inputs. Raises ``UnsupportedHere`` for a module in
-    training mode (batch norm would be folded away) and ``GateFailed`` where the copy computes something else.
+    outside, and each fused layer is verified by itself with random inputs. Raises ``UnsupportedHere`` for a module of
+    which some part is in training mode and ``GateFailed`` where the copy computes something else.
     """
-    if module.training:
-        raise UnsupportedHere("a module in training mode can't be fused (its batch norms would freeze); call .eval()")
+    # Of any part: a batch norm in training mode that is folded away takes other numbers than those it would compute.
+    if training := [name for name, part in module.named_modules() if part.training]:
+        what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
+        raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
     found = copy.deepcopy(module)
     left: list[tuple[str, str]] = []
     alone = example_inputs is None

@@ -18,13 +18,17 @@ class FusedLinear(nn.Module):
         self.act = act
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        shape = (*x.shape[:-1], self.weight.shape[0])
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        shape = (*x.shape[:-1], weight.shape[0])
         # A residual that broadcasts or promotes changes the output's shape or dtype: that sum stays outside.
         inside = residual is not None and residual.shape == shape and residual.dtype == x.dtype
         flat = residual.reshape(-1, shape[-1]) if residual is not None and inside else None
-        out = fused_gemm(
-            x.reshape(-1, x.shape[-1]), self.weight.t(), bias=self.bias, act=self.act, residual=flat
-        ).reshape(shape)
+        if x.numel():
+            rows = x.reshape(-1, x.shape[-1])
+            out = fused_gemm(rows, weight.t(), bias=bias, act=self.act, residual=flat).reshape(shape)
+        else:  # no kernel is for nothing
+            out = nn.functional.linear(x, weight, bias)
+            inside = False
         return out if inside or residual is None else out + residual
 
     def extra_repr(self) -> str:
@@ -53,11 +57,15 @@ class FusedConv2d(nn.Module):
         self.stride, self.padding, self.dilation = stride, padding, dilation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        if not x.numel():  # no kernel is for nothing
+            out = nn.functional.conv2d(x, weight.permute(0, 3, 1, 2), bias, self.stride, self.padding, self.dilation)
+            return out if residual is None else out + residual
         inside = residual is not None and residual.dtype == x.dtype and residual.shape == self._shape_of(x)
         out = fused_conv2d(
             x.permute(0, 2, 3, 1),
-            self.weight,
-            bias=self.bias,
+            weight,
+            bias=bias,
             act=self.act,
             residual=residual.permute(0, 2, 3, 1) if residual is not None and inside else None,
             stride=self.stride,
@@ -75,3 +83,14 @@ class FusedConv2d(nn.Module):
     def extra_repr(self) -> str:
         o, h, w, c = self.weight.shape
         return f"{c}, {o}, kernel=({h}, {w}), stride={self.stride}, padding={self.padding}, act={self.act}"
+
+
+def _autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The operands in autocast's dtype where it is on, as for Linear and Conv2d, whose bias it rounds, too."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -14,6 +14,24 @@ from onnx import helper, numpy_helper
 
 from accel.errors import UnsupportedHere
 from accel.kernels.onnx_function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
+from accel.kernels.reference import act_numpy
+
+_POINTS = np.linspace(-6.0, 6.0, 49)
+_ROUNDED = 2e-3  # of the values at these points: what constants in bf16 may change
+_LONGEST = 12  # nodes of an activation; GELU by tanh has nine
+_ARITHMETIC: dict[str, Any] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.divide,
+    "Pow": np.power,
+    "Neg": np.negative,
+    "Exp": np.exp,
+    "Tanh": np.tanh,
+    "Sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)),
+    "Erf": np.vectorize(math.erf),
+}
+_ACT_WITH = {"Erf": "gelu_erf", "Tanh": "gelu_tanh", "Sigmoid": "silu", "Exp": "silu"}
 
 
 @dataclass(kw_only=True)
@@ -219,50 +237,38 @@ def _take_act(match: _Match, graph: _Graph) -> None:
         how = {a.name: a.s for a in after.attribute}.get("approximate", b"none")
         match.act = "gelu_tanh" if how == b"tanh" else "gelu_erf"
         match.take(after)
-    elif x not in graph.kept and len(graph.users[x]) == 2:
-        users = graph.users[x]
-        for inner in users:
-            if inner.op_type == "Sigmoid":
-                last = graph.only_user(inner.output[0])
-                if last is not None and last.op_type == "Mul" and set(last.input) == {x, inner.output[0]}:
-                    match.act = "silu"
-                    match.take(inner, last)
-                    return
-        if found := _erf_gelu(x, users, graph):
-            match.act = "gelu_erf"
-            match.take(*found)
+    elif found := _written_out(x, graph):
+        match.act = found[0]
+        match.take(*found[1])
 
 
-def _erf_gelu(x: str, users: list[onnx.NodeProto], graph: _Graph) -> list[onnx.NodeProto] | None:
-    """The nodes of x * 0.5 * (1 + erf(x / sqrt(2))), in any order of its factors; the last one is the result."""
-    for scaled in users:
-        divided = scaled.op_type == "Div" and scaled.input[0] == x and _near(graph, scaled.input[1], math.sqrt(2))
-        times = scaled.op_type == "Mul" and _near(graph, _other(scaled, x), math.sqrt(0.5))
-        erf = graph.only_user(scaled.output[0]) if divided or times else None
-        if erf is None or erf.op_type != "Erf" or (plus := graph.only_user(erf.output[0])) is None:
+def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
+    """The activation of ``x`` that nodes of arithmetic spell, and these nodes, the one with the result last.
+
+    There are many ways to write GELU, so that it is recognized by its values: what follows from ``x`` and constants is
+    computed until it ends in one value, which is compared with the activation that has the same function inside.
+    """
+    values: dict[str, Any] = {x: _POINTS}
+    nodes: list[onnx.NodeProto] = []
+    waiting = list(graph.users[x])
+    while waiting and len(nodes) < _LONGEST:
+        node = waiting.pop(0)
+        if node.op_type not in _ARITHMETIC or any(node is taken for taken in nodes) or id(node) in graph.gone:
             continue
-        if plus.op_type != "Add" or not _near(graph, _other(plus, erf.output[0]), 1.0):
-            continue
-        first = graph.only_user(plus.output[0])
-        if first is None or first.op_type != "Mul" or (other := _other(first, plus.output[0])) is None:
-            continue
-        if (halved := graph.producers.get(other)) is not None and halved.op_type == "Mul" and x in halved.input:
-            if _near(graph, _other(halved, x), 0.5) and graph.only_user(other) is first:
-                return [scaled, erf, plus, halved, first]
-            continue
-        wanted = 0.5 if other == x else x if _near(graph, other, 0.5) else None
-        last = graph.only_user(first.output[0])
-        if wanted is None or last is None or last.op_type != "Mul":
-            continue
-        second = _other(last, first.output[0])
-        if second == wanted or (wanted == 0.5 and _near(graph, second, 0.5)):
-            return [scaled, erf, plus, first, last]
+        given = [values.get(name, graph.scalar(name)) for name in node.input]
+        if any(value is None for value in given):
+            continue  # what it waits for is no constant, or comes later and has it among its users
+        with np.errstate(all="ignore"):
+            out = _ARITHMETIC[node.op_type](*given)
+        nodes.append(node)
+        held = {id(taken) for taken in nodes}
+        if not any(name in graph.kept or any(id(user) not in held for user in graph.users[name]) for name in values):
+            act = next((_ACT_WITH[taken.op_type] for taken in nodes if taken.op_type in _ACT_WITH), "none")
+            if act != "none" and np.allclose(out, act_numpy(act, _POINTS), rtol=0, atol=_ROUNDED):
+                return act, nodes
+        values[node.output[0]] = out
+        waiting += graph.users[node.output[0]]
     return None
-
-
-def _near(graph: _Graph, name: str | None, value: float) -> bool:
-    found = graph.scalar(name) if name else None
-    return found is not None and math.isclose(found, value, rel_tol=1e-3)  # constants in fp16 and bf16 are rounded
 
 
 def _other(node: onnx.NodeProto, name: str) -> str | None:

@@ -140,6 +140,19 @@ def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
     assert build.units_in(mine.path, (8, 0)) == set()
 
 
+def test_other_headers_are_another_library(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails where the headers of CUTLASS are upgraded in their place and the library of the old ones is handed out."""
+    (tmp_path / "cutlass").mkdir()
+    version = tmp_path / "cutlass" / "version.h"
+    monkeypatch.setattr(build, "cutlass_includes", lambda: [tmp_path])
+    paths = []
+    for number in ("4.2", "4.3", "4.2"):
+        version.write_text(number)
+        paths.append(build.build(["sm_90a"], units=["sm90_fp16"]).path)
+    assert paths[0] == paths[2] != paths[1]
+    assert cache in paths[1].parents
+
+
 def test_a_build_at_work_keeps_its_folder(start: Start, cache: Path) -> None:
     process = start("sm_90a")
     (scratch,) = cache.iterdir()

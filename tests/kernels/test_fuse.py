@@ -183,6 +183,38 @@ def test_training_mode_is_refused() -> None:
         fuse(nn.Linear(4, 4), (torch.randn(2, 4),))
 
 
+@pytest.mark.parametrize("inputs", [None, (torch.randn(2, 3, 9, 7),)])
+def test_a_part_in_training_mode_is_refused(inputs: tuple[torch.Tensor, ...] | None) -> None:
+    """Fails where such a batch norm is folded as if it took its running statistics, or takes in those of the inputs."""
+    model = Residual().eval()
+    model.norm.train()
+    before = model.norm.running_mean.clone()
+    with pytest.raises(UnsupportedHere, match="norm is in training mode"):
+        fuse(model, inputs)
+    assert torch.equal(model.norm.running_mean, before)
+
+
+@pytest.mark.parametrize("inside", [torch.float32, torch.bfloat16])
+def test_autocast_is_followed(inside: torch.dtype) -> None:
+    """As the original: fp32 weights, inputs of either dtype, bf16 out; two roundings of bf16."""
+    torch.manual_seed(0)
+    linear, conv = nn.Sequential(nn.Linear(32, 16), nn.GELU()).eval(), Residual().eval()
+    for model, x in ((linear, torch.randn(3, 32)), (conv, torch.randn(2, 3, 9, 7))):
+        fused, _ = fuse(model, (x,))
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            wanted, got = model(x.to(inside)), fused(x.to(inside))
+        assert got.dtype == wanted.dtype == torch.bfloat16
+        assert float((got - wanted).float().abs().max()) <= 2.0**-6 * float(wanted.float().abs().max())
+
+
+def test_an_empty_batch_is_an_empty_result() -> None:
+    linear, conv = nn.Sequential(nn.Linear(4, 5), nn.GELU()).eval(), Residual().eval()
+    for model, x in ((linear, torch.randn(2, 3, 4)), (conv, torch.randn(2, 3, 9, 7))):
+        fused, _ = fuse(model, (x,))
+        assert fused(x[:0]).shape == model(x[:0]).shape
+        assert fused(x).shape == model(x).shape
+
+
 def test_hooks_and_parametrizations_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))).eval()
     model[0].register_forward_hook(lambda *_: None)

@@ -70,7 +70,9 @@ def run(made: onnx.ModelProto, **feeds: Array) -> Array:
 
 
 W = [constant("w", 8, 8), constant("w2", 8, 8), constant("b", 8), constant("row", 1, 5, 8)]
-SCALARS = [constant(n, value=v) for n, v in (("r2", 2**0.5), ("r", 0.5**0.5), ("one", 1.0), ("half", 0.5))]
+NUMBERS = {"r2": 2**0.5, "r": 0.5**0.5, "one": 1.0, "half": 0.5, "three": 3.0, "c": 0.044715, "t": (2 / np.pi) ** 0.5}
+NUMBERS |= {"quick": 1.702, "wrong": 0.05}
+SCALARS = [constant(name, value=value) for name, value in NUMBERS.items()]
 FOUND = {
     "bias": ("p = MatMul(x, w)\ny = Add(b, p)", ["matmul_bias"]),
     "gelu": ("p = MatMul(x, w)\nq = Add(p, b)\ny = Gelu(q)", ["matmul_bias_gelu_erf"]),
@@ -87,6 +89,27 @@ FOUND = {
     "erf, half inside": (
         "p = MatMul(x, w)\nd = Div(p, r2)\ne = Erf(d)\nf = Add(e, one)\ng = Mul(half, f)\ny = Mul(p, g)",
         ["matmul_gelu_erf"],
+    ),
+    "tanh of a power": (
+        "p = MatMul(x, w)\nh = Mul(half, p)\nu = Pow(p, three)\nv = Mul(u, c)\ni = Add(p, v)\nj = Mul(i, t)\n"
+        "e = Tanh(j)\nf = Add(e, one)\ny = Mul(h, f)",
+        ["matmul_gelu_tanh"],
+    ),
+    "tanh of a product": (
+        "p = MatMul(x, w)\nq = Mul(p, p)\nu = Mul(q, c)\nv = Add(one, u)\ni = Mul(p, t)\nj = Mul(i, v)\n"
+        "e = Tanh(j)\nf = Add(one, e)\ng = Mul(p, f)\ny = Mul(g, half)",
+        ["matmul_gelu_tanh"],
+    ),
+    "tanh of something else": (
+        "p = MatMul(x, w)\nq = Mul(p, p)\nu = Mul(q, wrong)\nv = Add(one, u)\ni = Mul(p, t)\nj = Mul(i, v)\n"
+        "e = Tanh(j)\nf = Add(one, e)\ng = Mul(p, f)\ny = Mul(g, half)",
+        [],
+    ),
+    "silu by exp": ("p = MatMul(x, w)\nn = Neg(p)\ne = Exp(n)\nf = Add(e, one)\ny = Div(p, f)", ["matmul_silu"]),
+    "quick gelu": ("p = MatMul(x, w)\ni = Mul(p, quick)\ns = Sigmoid(i)\ny = Mul(s, p)", []),
+    "gelu whose inside is used": (
+        "p = MatMul(x, w)\nd = Div(p, r2)\ne = Erf(d)\nf = Add(e, one)\ng = Mul(p, f)\nh = Mul(g, half)\ny = Add(h, e)",
+        [],
     ),
     "a sum of two products": (
         "p = MatMul(x, w)\nq = MatMul(x, w2)\nr0 = Relu(q)\ny = Add(p, r0)",
