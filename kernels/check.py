@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from accel.errors import AccelError
-from accel.kernels import interpret, sass
-from accel.kernels.build import Progress, build, find_library, find_nvcc
+from accel.errors import AccelError, one_line
+from accel.kernels import check_host, interpret, sass
+from accel.kernels.build import Progress, build, build_for_host, find_library, find_nvcc
 from accel.kernels.configs import ARCHS, get, shipped
 from accel.kernels.cross import compile_config
 from accel.kernels.dispatch import family
@@ -40,9 +42,11 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
         yield Proof(what="cross-compilation", passed=None, detail=missing)
     else:
         progress("running the kernels in the interpreter", None)
-        yield _interpreter()
+        yield _within("interpreter, ragged shapes", interpret.run)
         yield from _compiled(every, progress)
     yield _hand_written(progress)
+    yield _on_host(progress)
+    yield _within("ONNX bodies in ONNX Runtime", check_host.body_errors, "ONNX Runtime is not installed")
     yield _tensor_cores(progress)
     if not torch.cuda.is_available():
         yield Proof(what="correctness and speed on a GPU", passed=None, detail="no NVIDIA GPU here: not run")
@@ -52,13 +56,17 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
     yield Proof(what="correctness and speed on a GPU", passed=None, detail=there)
 
 
+def _own_cache() -> Path:
+    """A folder of its own: dispatch must not take a library without a GEMM for the user's."""
+    return cache_folder() / "check"
+
+
 def _hand_written(progress: Progress) -> Proof:
     what = "hand-written kernels, compiled"
     if find_nvcc() is None:
         return Proof(what=what, passed=None, detail="no nvcc here: put nvcc on PATH")
     try:
-        # In a folder of its own: dispatch must not take a library without a GEMM for the user's.
-        built = build(["sm_80", "sm_90a"], units=(), cache=cache_folder() / "check", progress=progress)
+        built = build(["sm_80", "sm_90a"], units=(), cache=_own_cache(), progress=progress)
         Library(built.path)
     except AccelError as error:
         return Proof(what=what, passed=False, detail=str(error))
@@ -92,12 +100,26 @@ def _tensor_cores(progress: Progress) -> Proof:
     return Proof(what=what, passed=True, detail=f"{len(gemms)} configurations, {len(kernels)} kernels, {words}")
 
 
-def _interpreter() -> Proof:
-    what = "interpreter, ragged shapes"
+def _on_host(progress: Progress) -> Proof:
+    what = "hand-written kernels, run on the CPU"
+    if shutil.which("g++") is None:
+        return Proof(what=what, passed=None, detail="no g++ here: install it")
+    progress("compiling the hand-written kernels for the CPU", None)
+
+    def errors() -> dict[str, float]:
+        return check_host.hand_written_errors(Library(build_for_host("undefined", cache=_own_cache()).path))
+
+    return _within(what, errors)
+
+
+def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "nothing was run") -> Proof:
+    """A proof by numbers: errors over their bounds, by case. None at all is none."""
     try:
-        found = interpret.run()
-    except AccelError as error:
-        return Proof(what=what, passed=False, detail=str(error))
+        found = errors()
+    except Exception as error:  # an own one, or whatever a runtime says of a wrong body
+        return Proof(what=what, passed=False, detail=one_line(error, 300))
+    if not found:
+        return Proof(what=what, passed=None, detail=missing)
     name = max(found, key=lambda case: found[case])
     passed = all(value <= 1 for value in found.values())  # a NaN is not
     return Proof(

@@ -25,7 +25,7 @@ from accel.cache import StageCache
 from accel.converters.fuse_kernels import FuseKernelsConfig
 from accel.converters.kernel_table import parse_layers
 from accel.errors import UnsupportedHere
-from accel.kernels import reference
+from accel.kernels import check, check_host, reference
 from accel.kernels.onnx_function import DOMAIN, FusedConv2d, FusedGemm
 from accel.kernels.onnx_patterns import fuse_products
 from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
@@ -164,6 +164,19 @@ def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
     np.testing.assert_allclose(run(made, **feeds), right, rtol=0, atol=2e-6 * np.abs(right).max())
     formals = {n for nodes in function.function(opset).node for n in (*nodes.input, *nodes.output)}
     assert all(name.startswith("accel_FusedGemm_") for name in formals)
+
+
+def test_check_runs_the_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where ``accel kernels check`` says "proven" of a body that computes another activation."""
+    found = check_host.body_errors()
+    assert len(found) == 15
+    assert max(found.values()) <= 1
+    right = FusedGemm.function
+    monkeypatch.setattr(FusedGemm, "function", lambda self, opset: right(self, opset + 3))  # its Gelu isn't in 17
+    assert check._within("bodies", check_host.body_errors).passed is False
+    monkeypatch.setattr(FusedGemm, "function", right)
+    monkeypatch.setattr("accel.kernels.onnx_function._Body.activate", lambda _self, _act, x: x)
+    assert check._within("bodies", check_host.body_errors).passed is False
 
 
 CONVS = {

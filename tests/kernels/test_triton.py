@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
@@ -25,9 +26,10 @@ pytest.importorskip("triton", reason="needs the extra [kernels]")
 
 from accel.cli.kernels import command
 from accel.errors import BadFeeds
-from accel.kernels import build, cross, dispatch, interpret, native_launch, triton_kernels
+from accel.kernels import build, check, cross, dispatch, interpret, native_launch, triton_kernels
 from accel.kernels.configs import ARCHS, CONFIGS, HAND_WRITTEN, SHARED_LIMIT, Config, get, rows, shipped
 from accel.kernels.gemm import fused_gemm
+from accel.kernels.native import Library
 from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.units import NATIVE, NativeConfig
 
@@ -337,8 +339,13 @@ def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert all(proofs[f"cross-compilation for sm_{arch}"]["passed"] for arch in ARCHS)
     if build.find_nvcc() is not None:
         assert proofs["hand-written kernels, compiled"]["passed"] is True
+    if shutil.which("g++") is not None:
+        assert proofs["hand-written kernels, run on the CPU"]["passed"] is True
+    assert proofs["ONNX bodies in ONNX Runtime"]["passed"] is True
     assert proofs["tensor-core GEMMs (CUTLASS)"]["passed"] is None, "what check builds has no GEMM: nothing is proven"
     assert build.find_library() is None, "what check builds is not what dispatch runs"
+    monkeypatch.setattr(Library, "gemv", lambda *_operands, **_named: None)
+    assert check._on_host(lambda _message, _fraction: None).passed in (False, None)
     monkeypatch.setattr(interpret, "run", lambda: {"a case": float("nan")})
     failed = CliRunner().invoke(command, ["check", "--quiet"])
     assert "don't use the kernels" in str(failed.exception)
