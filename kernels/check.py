@@ -82,16 +82,16 @@ def _tensor_cores(progress: Progress) -> Proof:
     progress("reading the library", None)
     try:
         gemms = Library(path).gemms
+        if not gemms:
+            missing = f"{path} has no GEMM; run accel kernels build --arch sm_90a (minutes)"
+            return Proof(what=what, passed=None, detail=missing)
+        if unknown := sorted(set(gemms) - set(NATIVE)):
+            return Proof(what=what, passed=False, detail=f"{path} holds {unknown[0]}, which accel kernels list doesn't")
         kernels = {name: used for (_, name), used in sass.products(path).items() if "cutlass" in name}
     except AccelError as error:
         return Proof(what=what, passed=False, detail=str(error))
-    if not gemms:
-        missing = f"{path} has no GEMM; run accel kernels build --arch sm_90a (minutes)"
-        return Proof(what=what, passed=None, detail=missing)
     if not kernels:
         return Proof(what=what, passed=False, detail=f"{path} names {len(gemms)} configurations and holds no kernel")
-    if unknown := sorted(set(gemms) - set(NATIVE)):
-        return Proof(what=what, passed=False, detail=f"{path} holds {unknown[0]}, which accel kernels list doesn't")
     if bare := [name for name, used in kernels.items() if not used]:
         return Proof(
             what=what, passed=False, detail=f"{len(bare)} of {len(kernels)} kernels without a tensor-core product"
