@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_gemm.py                 # tunes, measures, writes benchmarks/results/gpu_gemm.json and .md
     python benchmarks/gpu_gemm.py --seconds 240   # less time: the rows that matter most come first
+    python benchmarks/gpu_gemm.py --go-on         # adds what an earlier run had no time for to its results
     python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
 
 act(a @ b + bias) on random data; operands are rotated, so that no call finds them in the L2 cache of the one before.
@@ -35,6 +36,7 @@ GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
 STALLED = 90.0  # seconds that a row may take: a kernel that hangs takes for ever
 STARTED = 150.0  # and until its process has loaded everything and measured a copy
+PADDED = 32  # the rows that _int_mm is given where there are 16 or fewer: it takes no less than 17
 LOST = 75  # the exit status of a process whose GPU answers no more, after it has written its row
 
 
@@ -81,7 +83,9 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
         return reference.epilogue_torch(spec.epilogue, x, given)
 
     if spec.in_dtype == "int8":
-        both, apart = cycle(sets), cycle(sets)
+        more = PADDED - spec.m if spec.m <= 16 else 0
+        padded = [(torch.nn.functional.pad(a, (0, 0, 0, more)), b, given) for a, b, given in sets]
+        both, apart = cycle(padded), cycle(padded)
 
         def product() -> object:
             a, b, _ = next(both)
@@ -89,7 +93,7 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
         def separate() -> object:
             a, b, given = next(apart)
-            return epilogue(torch._int_mm(a, b).float(), given).to(out)
+            return epilogue(torch._int_mm(a, b)[: spec.m].float(), given).to(out)
 
         return {"cublaslt product only": product, "unfused": separate}
     if spec.in_dtype == "fp8_e4m3":
@@ -181,6 +185,16 @@ def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
     return row
 
 
+def uncompiled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ``rows`` that torch.compile is to be timed for and wasn't yet, in their order."""
+    asked = {((s.m, s.n, s.k), s.in_dtype) for s, with_compile in problems() if with_compile}
+    return [
+        row
+        for row in rows
+        if (tuple(row["shape"]), row["dtype"]) in asked and "torch.compile" not in row["us"] | row.get("errors", {})
+    ]
+
+
 def timed(row: dict[str, Any], name: str, run: Run) -> None:
     """The microseconds of ``run`` into the row; a library that refuses a shape is a finding, not the end of it all."""
     try:
@@ -263,6 +277,9 @@ def markdown(body: dict[str, Any]) -> str:
         "Goals: at least 0.95x of cuBLASLt at M of 4096 and more (F.linear with its bias; _int_mm and _scaled_mm: the "
         "product alone), at least 1.1x of product and epilogue apart everywhere, at least 0.7 of the copy's bandwidth "
         "at M of 16 and less, int8 and fp8 at least 1.6x of bf16 at M of 4096 and more.",
+        "",
+        f"int8 at M of 16 and less: _int_mm takes no fewer than 17 rows and is given {PADDED}, of which the rest are "
+        "zeros. A dash under compile: torch.compile (max-autotune) is timed for some rows only.",
     ]
     failed = [(row, name, text) for row in body["rows"] for name, text in row.get("errors", {}).items()]
     if failed:
@@ -270,6 +287,8 @@ def markdown(body: dict[str, Any]) -> str:
         lines += [f"- {', '.join(map(str, row['shape']))} {row['dtype']}, {name}: {text}" for row, name, text in failed]
     if body["left"]:
         lines += ["", f"Not measured, the time was over: {body['left']} of {body['left'] + len(body['rows'])} rows."]
+    if late := [f"{', '.join(map(str, row['shape']))} {row['dtype']}" for row in uncompiled(body["rows"])]:
+        lines += ["", f"Not timed with torch.compile, the time was over: {'; '.join(late)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -294,35 +313,49 @@ def read(folder: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
-def supervise(command: Sequence[str], seconds: float, folder: Path, stalled: float = STALLED) -> int:
-    """Run ``command`` (with ``--seconds`` and, from the second time on, ``--go-on``) until it has come to its end or
-    the time is over, and give its status. A row that kills it or takes longer than ``stalled`` is written as failed."""
+def supervise(
+    command: Sequence[str], seconds: float, folder: Path, stalled: float = STALLED, go_on: bool = False
+) -> int:
+    """Run ``command`` (with ``--seconds`` and, from the second time on or with ``go_on`` from the first, ``--go-on``)
+    until it has come to its end or the time is over, and give its status. A row that kills it or takes longer than
+    ``stalled`` is written as failed; so is the torch.compile of one that kills it."""
     end = time.monotonic() + seconds
-    (folder / "gpu_gemm.json").unlink(missing_ok=True)  # of an earlier run
-    go_on: list[str] = []
+    if not go_on:
+        (folder / "gpu_gemm.json").unlink(missing_ok=True)  # of an earlier run
+    words = ["--go-on"] if go_on else []
     while True:
         left = end - time.monotonic()
-        process = subprocess.Popen([*command, "--seconds", f"{max(left, 0):.0f}", *go_on])
-        code, done = _watched(process, folder, stalled)
-        if code == 0 or not done or end - time.monotonic() < 0:
+        process = subprocess.Popen([*command, "--seconds", f"{max(left, 0):.0f}", *words])
+        code, begun = _watched(process, folder, stalled)
+        if code == 0 or not begun or end - time.monotonic() < 0:
             return 1 if code is None else code
         if code != LOST:
             body = read(folder)
-            spec = list(problems())[len(body["rows"])][0]
             why = f"no answer in {stalled:.0f} s" if code is None else f"its process died with status {code}"
-            body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
+            if body["left"]:
+                spec = list(problems())[len(body["rows"])][0]
+                body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
+            elif waiting := uncompiled(body["rows"]):
+                waiting[0].setdefault("errors", {})["torch.compile"] = why
+            else:  # nothing was left to do
+                return 1 if code is None else code
             write(body, folder)
-        go_on = ["--go-on"]
+        words = ["--go-on"]
 
 
 def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> tuple[int | None, bool]:
-    """The status of a process (None: it hung and was ended) and whether it left rows to go on from."""
+    """The status of a process (None: it hung and was ended) and whether it came so far as to write anything: what dies
+    before has nothing to do with a row."""
     file = folder / "gpu_gemm.json"
-    before = seen = file.stat().st_mtime_ns if file.is_file() else 0
+
+    def written() -> int:
+        return file.stat().st_mtime_ns if file.is_file() else 0
+
+    before = seen = written()
     since = time.monotonic()
     try:
         while process.poll() is None:
-            if file.is_file() and (now := file.stat().st_mtime_ns) != seen:
+            if (now := written()) != seen:
                 seen, since = now, time.monotonic()
             limit = stalled if seen != before else STARTED
             # With no row left there is only torch.compile, which takes its time.
@@ -330,18 +363,39 @@ def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> 
                 return None, seen != before
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.5)
-        return process.returncode, bool(read(folder).get("left"))
+        return process.returncode, written() != before
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
+def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """What was written so far, to be added to. Ends the process where it is of something else than ``here``, or of
+    other rows: figures of two GPUs or two libraries make no table."""
+    before = read(folder)
+    other = [name for name, value in here.items() if before and before.get(name) != value]
+    rows = [(row["shape"], row["dtype"]) for row in before.get("rows", ())]
+    if rows != [([s.m, s.n, s.k], s.in_dtype) for s, _ in problems()][: len(rows)]:
+        other.append("rows")
+    if other:
+        file = folder / "gpu_gemm.json"
+        raise SystemExit(f"{file}: nothing is added, it differs in {', '.join(other)}; without --go-on it is replaced")
+    return before
+
+
 def run(seconds: float, folder: Path, go_on: bool) -> None:
     """Measure, in this process, what isn't there yet."""
     started = time.monotonic()
     device = dispatch.device_of(torch.cuda.current_device())
-    before = read(folder) if go_on else {}
+    here = {
+        "gpu": device.gpu,
+        "driver": device.driver,
+        "torch": torch.__version__,
+        "library": device.library,
+        "native": len(dispatch.native_names(device.capability)),
+    }
+    before = earlier(folder, here) if go_on else {}
     rows: list[dict[str, Any]] = list(before.get("rows", ()))
     copy, table = before.get("copy_gb_s") or copy_gigabytes_per_second(), Table()
     wanted = list(problems())
@@ -350,12 +404,7 @@ def run(seconds: float, folder: Path, go_on: bool) -> None:
         return seconds - (time.monotonic() - started)
 
     def report() -> None:
-        body = {
-            "gpu": device.gpu,
-            "driver": device.driver,
-            "torch": torch.__version__,
-            "library": device.library,
-            "native": len(dispatch.native_names(device.capability)),
+        body = here | {
             "copy_gb_s": copy,
             "date": time.strftime("%Y-%m-%d"),
             "left": len(wanted) - len(rows),
@@ -373,8 +422,9 @@ def run(seconds: float, folder: Path, go_on: bool) -> None:
         if not gpu_answers():
             raise SystemExit(LOST)
     # Last: its own tuning takes up to a minute a problem.
-    for row, (spec, with_compile) in zip(rows, wanted, strict=False):
-        if with_compile and left() > 60 and "torch.compile" not in row["us"]:
+    waiting = uncompiled(rows)
+    for row, (spec, _) in zip(rows, wanted, strict=False):
+        if row in waiting and left() > 60:
             timed(row, "torch.compile", compiled(spec, tune.rotated_operands(spec, torch.device("cuda"))))
             report()
 
@@ -385,7 +435,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--warm", metavar="I/N", type=part_of, help="only compile the kernels of every N-th problem")
     parser.add_argument("--here", action="store_true", help="in this process, which a kernel may take down")
-    parser.add_argument("--go-on", action="store_true", help="with --here: behind the rows that are there")
+    parser.add_argument("--go-on", action="store_true", help="add to the results that are there")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no NVIDIA GPU here: not run")
@@ -395,7 +445,7 @@ def main() -> None:
         run(options.seconds, options.out, options.go_on)
     else:
         command = [sys.executable, __file__, "--here", "--out", str(options.out)]
-        raise SystemExit(supervise(command, options.seconds, options.out))
+        raise SystemExit(supervise(command, options.seconds, options.out, go_on=options.go_on))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/on_gpu.py                # `make gpu`; writes benchmarks/results/gpu_run.json and .md
     python benchmarks/on_gpu.py --seconds 300  # less time
     python benchmarks/on_gpu.py --out results  # all files there: gpu_run and gpu_gemm, .json and .md
+    python benchmarks/on_gpu.py --go-on        # a second run: the benchmark adds what the first had no time for
 
 Steps run one after another, the commands of a step side by side. A step that fails or takes too long doesn't stop the
 next, and the files are written after each, so that a run that is cut short leaves what it found. Nothing is fetched:
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -30,7 +32,11 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
 # The versions of a machine with a GPU aren't those of constraints.txt: what they warn of is no failure there.
-PYTEST = (PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--durations=5")
+PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
+# Each test on a line of its own: what is cut off or crashes has no summary, and would end without the names.
+TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
+FAILURE = re.compile(r"^(\S+\.py::.+?) (?:FAILED|ERROR|Fatal Python error)\b", re.MULTILINE)
+PASSED = re.compile(r"\b\d+ passed\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +66,23 @@ def run_steps(
         else:
             try:
                 row["commands"] = _side_by_side(step.commands(left), started + left, environment())
-                codes = {command["code"] for command in row["commands"]}
-                row["result"] = "passed" if codes <= {0} else "cut off" if None in codes else "FAILED"
+                row["result"] = _result(row["commands"])
             except Exception as error:  # finding out what to run may fail as well
-                row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}"}]}
+                row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}", "failed": []}]}
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
         print(f"{step.name}: {row['result']} after {row['seconds']:.0f} s", flush=True)
         _write(rows, out)
     return rows
+
+
+def _result(commands: Sequence[dict[str, Any]]) -> str:
+    """Of a step. pytest ends with 0 where every test was skipped, which is no proof of anything."""
+    codes = {command["code"] for command in commands}
+    if not codes <= {0}:
+        return "cut off" if None in codes else "FAILED"
+    tests = [command["said"] for command in commands if "pytest" in command["command"]]
+    return "passed" if not tests or any(map(PASSED.search, tests)) else "not run"
 
 
 def _side_by_side(commands: Sequence[Sequence[str]], end: float, environment: dict[str, str]) -> list[dict[str, Any]]:
@@ -87,7 +101,7 @@ def _side_by_side(commands: Sequence[Sequence[str]], end: float, environment: di
         said = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     print("".join(said), end="", flush=True)
     return [
-        {"command": list(command), "code": code, "said": text[-6000:]}
+        {"command": list(command), "code": code, "said": text[-6000:], "failed": FAILURE.findall(text)}
         for command, code, text in zip(commands, codes, said, strict=True)
     ]
 
@@ -111,13 +125,20 @@ def _write(rows: list[dict[str, Any]], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     lines = ["# One run on a GPU", "", "| step | result | seconds | last words |", "|---|---|---|---|"]
     for row in rows:
-        last = [(command["said"].strip().splitlines() or [""])[-1] for command in row["commands"]]
-        words = "; ".join(dict.fromkeys(filter(None, last)))[:300].replace("|", "/")
+        words = "; ".join(dict.fromkeys(line for command in row["commands"] for line in _words(command)))
+        words = words[:300].replace("|", "/")
         lines.append(f"| {row['step']} | {row['result']} | {row['seconds']:.0f} | {words} |")
     for name, text in (("gpu_run.json", json.dumps(rows, indent=1)), ("gpu_run.md", "\n".join(lines))):
         temporary = out / f".{name}.part"
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(out / name)
+
+
+def _words(command: dict[str, Any]) -> list[str]:
+    """What is said of a command in one line: the tests that failed, or why all were skipped, and its last words."""
+    lines = command["said"].strip().splitlines()
+    skipped = [] if PASSED.search(command["said"]) else [line for line in lines if line.startswith("SKIPPED [")]
+    return [*command["failed"], *skipped, *lines[-1:]]
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
@@ -144,7 +165,7 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
     missing: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / str(at) for at in range(len(files))]
-        ways = [[*PYTEST, "--collect-only", "-k", "not sanitizer", file] for file in files]
+        ways = [[*PYTEST, "-q", "--collect-only", "-k", "not sanitizer", file] for file in files]
         running = [_start(way, output, dict(os.environ)) for way, output in zip(ways, said, strict=True)]
         try:
             for file, process, output in zip(files, running, said, strict=True):
@@ -163,16 +184,19 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
 
 
 def environment() -> dict[str, str]:
-    """That of every step: this checkout first, and the library where there is one by then."""
+    """That of every step: this checkout first, behind it what the caller's PYTHONPATH brings, and the library where
+    there is one by then."""
     from accel.kernels.build import find_library
 
-    found = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    folders = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    found = {**os.environ, "PYTHONPATH": folders, "PYTHONUNBUFFERED": "1"}
     path = find_library()
     return found | ({"ACCEL_KERNEL_LIBRARY": str(path.absolute())} if path is not None else {})
 
 
-def steps(cores: int, out: Path) -> list[Step]:
-    """What is done, the most telling first: the compilers want every core, the benchmarks the GPU to themselves."""
+def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
+    """What is done, the most telling first: the compilers want every core, the benchmarks the GPU to themselves. They
+    come last, with all that is left: they can go on in another run, compute-sanitizer can't."""
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
@@ -180,26 +204,29 @@ def steps(cores: int, out: Path) -> list[Step]:
     checked = [
         file for file in gpu_files() if "def test_compute_sanitizer" in (ROOT / file).read_text(encoding="utf-8")
     ]
-    sanitizer = [[*PYTEST, "-k", f"sanitizer and {tool}", *checked] for tool in ("memcheck", "racecheck")]
+    sanitizer = [[*TESTS, "-k", f"sanitizer and {tool}", *checked] for tool in ("memcheck", "racecheck")]
 
     def tests(_: float) -> list[list[str]]:
         names, missing = collected()
         if not names:  # a step without a command would have passed
             raise RuntimeError(f"no test for a GPU could be collected: {'; '.join(missing) or 'none was found'}")
         told = [[PYTHON, "-c", "import sys; print(*sys.argv[1:], sep='; ')", *missing]] if missing else []
-        return told + [[*PYTEST, *part] for part in shards(names, side_by_side)]
+        return told + [[*TESTS, *part] for part in shards(names, side_by_side)]
 
     def warm(_: float) -> list[list[str]]:
         # What compute-sanitizer runs, too: it has no time for Triton's compiler.
         cases = [[PYTHON, str(Path(file).with_name("gpu_cases.py"))] for file in checked]
         return [*cases, *([*benchmark, "--warm", f"{at}/{side_by_side}"] for at in range(side_by_side))]
 
+    def measure(left: float) -> list[list[str]]:
+        return [[*benchmark, "--seconds", f"{left - 30:.0f}", *(["--go-on"] if go_on else [])]]
+
     return [
         Step(name="library", limit=200, commands=lambda _: [] if "ACCEL_KERNEL_LIBRARY" in environment() else [build]),
         Step(name="tests", limit=180, commands=tests),
         Step(name="compile what is measured", limit=60, commands=warm),
-        Step(name="benchmark", limit=270, commands=lambda left: [[*benchmark, "--seconds", f"{left - 30:.0f}"]]),
-        Step(name="compute-sanitizer", limit=240, commands=lambda _: sanitizer),
+        Step(name="compute-sanitizer", limit=150, commands=lambda _: sanitizer),
+        Step(name="benchmark", limit=math.inf, commands=measure),
     ]
 
 
@@ -207,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=570.0, help="how long all of it may take")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--go-on", action="store_true", help="add to the benchmark's results that are there")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("ACCEL_CACHE_DIR", str(ROOT / "build" / "gpu"))
@@ -215,7 +243,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("no NVIDIA GPU here: not run")
     out = options.out.absolute()
-    rows = run_steps(steps(os.cpu_count() or 1, out), options.seconds, out, environment)
+    rows = run_steps(steps(os.cpu_count() or 1, out, options.go_on), options.seconds, out, environment)
     raise SystemExit(any(row["result"] != "passed" for row in rows))
 
 

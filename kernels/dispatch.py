@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -427,13 +428,21 @@ def device_of(index: int) -> tuned.Device:
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
     versions = [_triton_version(), *sorted(native_names(capability))]
     digest.update(" ".join(versions).encode())
-    driver = getattr(torch._C, "_cuda_getDriverVersion", int)
     return tuned.Device(
         gpu=torch.cuda.get_device_name(index),
         capability=capability,
-        driver=int(driver()),
+        driver=driver_version(),
         library=digest.hexdigest()[:16],
     )
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Of the driver that is loaded, ``580.65.06``. Where the system doesn't say so, of the CUDA that it offers, 13000,
+    which most updates leave as it is; 0 where there is no driver."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^NVRM version: .*?\s(\d+(?:\.\d+)+)\s", file.read_text(), re.MULTILINE):
+            return found[1]
+    return str(getattr(torch._C, "_cuda_getDriverVersion", int)())
 
 
 def _triton_version() -> str:

@@ -41,7 +41,8 @@ ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than the L2 of any GPU: each call finds its operands in memory
 BLOCK_MICROSECONDS = 10_000.0
 LAUNCH_MICROSECONDS = 500.0  # under this Python may be what takes the time
-RECORDED_CALLS = 200  # then so many in a graph: every set of operands in turn, and milliseconds of the smallest kernel
+MOST_SETS = 256  # of operands: enough for sets of 1 MiB, the weights of BERT-base's smallest layer
+RECORDED_CALLS = MOST_SETS  # then so many in a graph: every set in turn, and milliseconds of the smallest kernel
 BLOCKS = 5
 
 
@@ -188,10 +189,11 @@ def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
 
 
 def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
-    """Several sets of operands, together larger than any cache: taken in turn, no call finds its own there."""
+    """Several sets of operands, together at least ``ROTATED_BYTES``: taken in turn, no call finds its own in a cache.
+    Of sets of less than 1 MiB there are ``MOST_SETS``, however little that is."""
     first = operands_for(spec, device)
     bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])
-    count = max(2, min(64, ROTATED_BYTES // bytes_each))
+    count = max(2, min(MOST_SETS, -(-ROTATED_BYTES // bytes_each)))
     return [first, *(operands_for(spec, device, seed) for seed in range(1, count))]
 
 
@@ -211,7 +213,7 @@ def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tens
     if isinstance(spec, ConvSpec):
         a, b = patches(spec, a, rows), b.reshape(product.n, product.k).t()
     else:
-        a = a[rows]
+        a = bits(a)[rows].view(a.dtype)
     part = replace(product, m=len(rows))
     cut = dict(given)
     if "row_scale" in cut:
@@ -236,9 +238,13 @@ def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
 
     height, width = taps(line, 0)[:, :, None], taps(column, 1)[:, None, :]
     inside = (height >= 0) & (height < spec.height) & (width >= 0) & (width < spec.width)
-    bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])  # few operators take float8
-    found = bits[image[:, None, None], height.clamp(0, spec.height - 1), width.clamp(0, spec.width - 1)]
-    return (found * inside[..., None]).to(bits.dtype).view(x.dtype).reshape(len(rows), -1)
+    found = bits(x)[image[:, None, None], height.clamp(0, spec.height - 1), width.clamp(0, spec.width - 1)]
+    return (found * inside[..., None]).to(found.dtype).view(x.dtype).reshape(len(rows), -1)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as integers of its size: few operators take float8, on a GPU not even indexing in every torch."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:

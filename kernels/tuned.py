@@ -31,7 +31,7 @@ class Device:
 
     gpu: str
     capability: tuple[int, int]
-    driver: int
+    driver: str
     library: str
 
 
@@ -51,7 +51,7 @@ class Key:
     def text(self) -> str:
         """The key in the file: the same for equal keys, readable."""
         d = self.device
-        where = [d.gpu, f"sm_{d.capability[0]}{d.capability[1]}", str(d.driver), d.library]
+        where = [d.gpu, f"sm_{d.capability[0]}{d.capability[1]}", d.driver, d.library]
         what = [self.op, self.dtype, self.epilogue, f"n{self.n}", f"k{self.k}", f"m{self.m_bucket}"]
         return " | ".join([*where, *what])
 

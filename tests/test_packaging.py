@@ -117,6 +117,19 @@ def test_nothing_imports_upwards() -> None:
                 assert part != "serve" or package not in RUNTIMES, f"{name} imports {what}"
 
 
+def test_nothing_that_runs_imports_the_tuner() -> None:
+    """Fails if a module other than the command, which is what tunes, imports ``accel.kernels.tune`` or names it for
+    loading at first use: a server would load and, worse, might time kernels while it serves."""
+    tuner = re.compile(r"accel\.kernels\.tune([.:]|$)")
+    found = set()
+    for path in [p for d in ("accel", "converters", "kernels", "serve") for p in (ROOT / d).rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        names = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        if any(map(tuner.match, [*imported(text), *names])):
+            found.add(str(path.relative_to(ROOT)))
+    assert found == {"accel/cli/kernels.py"}
+
+
 def test_files_are_short_and_names_are_plain() -> None:
     """Fails if a file passes 500 lines or has one of the names that say nothing."""
     for path in [p for d in ("accel", "converters", "kernels", "serve", "tests") for p in (ROOT / d).rglob("*.py")]:

@@ -1,7 +1,8 @@
 """The GPU benchmark as far as a machine without one can show: the order, the goals, what is written.
 
 These fail where the most important rows don't come first, where a goal is computed the wrong way round or judged on
-rows that it isn't for, where a row that failed breaks the report, and where a run without a GPU claims anything.
+rows that it isn't for, where a row that failed breaks the report, where a second run doesn't add to the first or adds
+to that of another GPU, and where a run without a GPU claims anything.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,12 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
     assert "| 16, 4096, 4096 |" in text
     assert "unfused 1.05x MISSED" in text
     assert "3 of 5 rows" in text
+    assert "Not timed with torch.compile, the time was over: 16, 4096, 4096 bf16.\n" in text
+    timed = row(16, 4096, 4096, "bf16", fused=20.0, **{"torch.compile": 19.0})
+    failed = row(16, 11008, 4096, "bf16", fused=20.0) | {"errors": {"torch.compile": "refused"}}
+    text = script.markdown({**body, "rows": script.judged([timed, failed], 2e3)})
+    assert "Not timed with torch.compile" not in text
+    assert "bf16, torch.compile: refused" in text
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
 
 
@@ -106,6 +113,10 @@ def measure(spec, table):
     if lost:
         raise RuntimeError("the GPU is lost")
     return gpu_gemm.named(spec) | {{"us": {{"fused": 1.0}}}}
+def compiled(spec, sets):
+    if spec.m == 3:
+        os.abort()
+    return int
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float)
 parser.add_argument("--go-on", action="store_true")
@@ -118,7 +129,10 @@ gpu_gemm.torch.cuda.current_device = lambda: 0
 gpu_gemm.gpu_answers = lambda: len(rows) != 6 or lost.append(1)
 gpu_gemm.dispatch.device_of = lambda _: argparse.Namespace(gpu="G", driver=1, library="", capability=(9, 0))
 gpu_gemm.copy_gigabytes_per_second = lambda: 1.0
-gpu_gemm.problems = lambda: iter([(gpu_gemm.spec_of(m, 8, 8, "bf16", "silu"), False) for m in range(1, 9)])
+gpu_gemm.compiled = compiled
+gpu_gemm.tune.rotated_operands = lambda *_: []
+gpu_gemm.tune.microseconds = lambda _: 2.0
+gpu_gemm.problems = lambda: iter([(gpu_gemm.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)])
 gpu_gemm.run(options.seconds, folder, options.go_on)
 """
 
@@ -127,8 +141,9 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight rows: the second raises, the third kills its process, the fifth hangs, after the sixth the GPU is lost."""
-    wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), False) for m in range(1, 9)]
+    """Eight rows: the second raises, the third kills its process, the fifth hangs, after the sixth the GPU is lost. The
+    third's torch.compile kills its process, too."""
+    wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)]
     monkeypatch.setattr(script, "problems", lambda: iter(wanted))
     out = tmp_path / "out"
     (tmp_path / "stand_in.py").write_text(STAND_IN.format(script=str(SCRIPT), folder=str(out)))
@@ -141,6 +156,8 @@ def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     errors = {at: row["errors"]["row"] for at, row in enumerate(body["rows"]) if "errors" in row}
     assert errors == {1: "out of memory", 2: "its process died with status -6", 4: "no answer in 12 s"}
     assert body["left"] == 0
+    assert body["rows"][2]["errors"]["torch.compile"] == "its process died with status -6"
+    assert [row["us"].get("torch.compile") for row in body["rows"]] == [None, 2.0, None, *[2.0] * 5]
     text = (out / "gpu_gemm.md").read_text()
     assert "- 5, 8, 8 bf16, row: no answer in 12 s" in text
 
@@ -162,6 +179,99 @@ def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatc
         script.compiled(spec, [script.tune.operands_for(spec, torch.device("cpu"))])()
     torch._dynamo.reset()
     assert made == 11
+
+
+def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where _int_mm, which takes no fewer than 17 rows on a GPU, refuses what the kernel is compared with; or
+    where the rows that it is given for that change the result or are in it."""
+    real, seen = torch._int_mm, []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.shape[0] <= 16:
+            raise RuntimeError("self.size(0) needs to be greater than 16")
+        seen.append(a.shape[0])
+        return real(a, b)
+
+    monkeypatch.setattr(torch, "_int_mm", product)
+    for m, rows in ((1, 32), (16, 32), (17, 17)):
+        spec = script.spec_of(m, 24, 40, "int8", "silu")
+        sets = [script.tune.operands_for(spec, torch.device("cpu"), seed) for seed in range(2)]
+        ways = script.runs(spec, sets)
+        assert ways["cublaslt product only"]().shape[0] == rows
+        for operands in sets:
+            assert script.tune.largest_error(spec, operands, ways["unfused"]()) <= 1
+        assert seen == [rows] * 3
+        seen.clear()
+
+
+def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A GPU whose every way takes a microsecond; what was asked of it."""
+    asked: list[Any] = []
+    wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m == 1) for m in (1, 2, 3)]
+    device = SimpleNamespace(gpu="G", driver="580.1", library="abc", capability=(9, 0))
+
+    def measure(spec: Any, _table: object) -> dict[str, Any]:
+        asked.append(spec.m)
+        return dict(script.named(spec) | {"us": {"fused": 1.0}})
+
+    def compiled(spec: Any, _sets: object) -> object:
+        asked.append(f"compile {spec.m}")
+        return int
+
+    monkeypatch.setattr(script, "problems", lambda: iter(wanted))
+    monkeypatch.setattr(script, "measure", measure)
+    monkeypatch.setattr(script, "compiled", compiled)
+    monkeypatch.setattr(script, "gpu_answers", lambda: True)
+    monkeypatch.setattr(script, "copy_gigabytes_per_second", lambda: asked.append("copy") or 1.0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(script.dispatch, "device_of", lambda _: device)
+    monkeypatch.setattr(script.dispatch, "native_names", lambda _: frozenset())
+    monkeypatch.setattr(script.tune, "rotated_operands", lambda *_: [])
+    monkeypatch.setattr(script.tune, "microseconds", lambda _: 1.0)
+    return asked
+
+
+def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where what is there is measured again, where torch.compile isn't made up for, or where figures of another
+    driver or of other rows are added to."""
+    asked = stand_ins(script, monkeypatch)
+    file = tmp_path / "gpu_gemm.json"
+    script.run(30.0, tmp_path, go_on=True)  # nothing is there; under a minute there is no time for torch.compile
+    assert asked == ["copy", 1, 2, 3]
+    assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
+    body = json.loads(file.read_text())
+    file.write_text(json.dumps(body | {"rows": body["rows"][:2], "left": 1}))
+    asked.clear()
+    script.run(300.0, tmp_path, go_on=True)
+    assert asked == [3, "compile 1"]
+    body = json.loads(file.read_text())
+    assert [row["shape"][0] for row in body["rows"]] == [1, 2, 3]
+    assert body["rows"][0]["us"] == {"fused": 1.0, "torch.compile": 1.0}
+    assert "the time was over" not in (tmp_path / "gpu_gemm.md").read_text()
+    asked.clear()
+    script.run(300.0, tmp_path, go_on=True)
+    assert asked == [], "all is there"
+    for change, word in (({"driver": "570.1"}, "driver"), ({"rows": body["rows"][1:]}, "rows")):
+        other = json.dumps(body | change)
+        file.write_text(other)
+        with pytest.raises(SystemExit, match=f"nothing is added, it differs in {word};"):
+            script.run(300.0, tmp_path, go_on=True)
+        assert file.read_text() == other
+    script.run(300.0, tmp_path, go_on=False)
+    assert len(json.loads(file.read_text())["rows"]) == 3
+    assert asked == ["copy", 1, 2, 3, "compile 1"]
+
+
+def test_going_on_keeps_what_is_there(script: ModuleType, tmp_path: Path) -> None:
+    """Fails where the file is removed first, or where a process that dies before it does anything (a GPU that isn't
+    there, a file of another one) is taken for the fault of a row."""
+    file = tmp_path / "gpu_gemm.json"
+    file.write_text('{"rows": [], "left": 70}')
+    told = tmp_path / "told"
+    dies = f"import sys; open({str(told)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n'); sys.exit(3)"
+    assert script.supervise([sys.executable, "-c", dies], 600, tmp_path, go_on=True) == 3
+    assert told.read_text() == "--seconds 600 --go-on\n", "once"
+    assert file.read_text() == '{"rows": [], "left": 70}'
 
 
 def test_what_never_measured_anything_is_no_endless_loop(script: ModuleType, tmp_path: Path) -> None:

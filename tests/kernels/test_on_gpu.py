@@ -1,8 +1,8 @@
 """The one command for a machine with a GPU, its steps replaced by short ones.
 
 These fail where a step that fails or hangs takes the rest with it, where a step's processes run on after its limit,
-where the report is written only at the end, where the whole outlasts its time, or where a test for a GPU is in no
-shard.
+where the report is written only at the end, where the whole outlasts its time, where a test for a GPU is in no shard or
+its failure has no name, or where what was skipped is called passed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
     (command,) = by_name["benchmark"].commands(100)
     assert command[command.index("--out") + 1] == str(tmp_path)
     assert command[command.index("--seconds") + 1] == "70"
+    assert "--go-on" not in command
+    again = {step.name: step for step in script.steps(16, tmp_path, go_on=True)}["benchmark"]
+    assert again.commands(100) == [[*command, "--go-on"]]
     cases, *warming = by_name["compile what is measured"].commands(60)
     assert cases[-1] == str(Path("tests/kernels/gpu_cases.py")), "what runs under compute-sanitizer is compiled before"
     assert (ROOT / cases[-1]).is_file()
@@ -103,6 +106,66 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
     rows = script.run_steps(steps, 6, tmp_path)
     assert time.monotonic() - started < 120
     assert [row["result"] for row in rows] == ["cut off", "no time left"]
+
+
+def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where the others at their limits, the library being there, leave it less than it takes to start torch, or
+    the benchmark nothing."""
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any file
+    left, granted = 570.0, {}
+    for step in script.steps(16, tmp_path):
+        granted[step.name] = min(step.limit, left)
+        left -= granted[step.name] if step.name != "library" else 0
+        assert (step.name == "library") == (step.name != "tests" and step.commands(60) == [])
+    assert granted["compute-sanitizer"] >= 150
+    assert granted["benchmark"] >= 150
+    assert left == 0, "what the others didn't need is the benchmark's"
+
+
+def test_what_the_caller_brings_is_there(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where packages that PYTHONPATH brings are lost in the steps, or lie before this checkout."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/somewhere", str(tmp_path)]))
+    assert script.environment()["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/somewhere", str(tmp_path)]
+    for nothing in (lambda: monkeypatch.setenv("PYTHONPATH", ""), lambda: monkeypatch.delenv("PYTHONPATH")):
+        nothing()
+        assert script.environment()["PYTHONPATH"] == str(ROOT), "an empty one would be the current folder"
+
+
+def file_of(script: ModuleType, folder: Path, name: str, text: str) -> list[str]:
+    (folder / name).write_text(f"import os, pytest\npytestmark = pytest.mark.{'gpu'}\n{text}")
+    return [*script.TESTS, str(folder / name)]
+
+
+def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Path) -> None:
+    """pytest ends with 0 then. One test that ran is enough: a machine may lack what the others need."""
+    skip = "@pytest.mark.skip(reason='needs what is not here')\ndef test_one(): ...\n"
+    skipped = file_of(script, tmp_path, "test_skipped.py", skip)
+    mixed = file_of(script, tmp_path, "test_mixed.py", skip + "def test_two(): ...\n")
+    steps = [
+        script.Step(name="a", limit=300, commands=lambda _: [skipped, [sys.executable, "-c", "print('2 passed')"]]),
+        script.Step(name="b", limit=300, commands=lambda _: [skipped, mixed]),
+    ]
+    rows = script.run_steps(steps, 300, tmp_path)
+    assert [row["result"] for row in rows] == ["not run", "passed"]
+    first = next(line for line in (tmp_path / "gpu_run.md").read_text().splitlines() if line.startswith("| a |"))
+    assert "needs what is not here" in first
+
+
+def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp_path: Path) -> None:
+    """Fails where they are said at the end alone, to which a process that is killed or crashes never comes; or where
+    they are lost behind what is said later."""
+    wrong = "@pytest.mark.parametrize('x', ['b c'])\ndef test_wrong(x): assert not x, 'long ' * 5000\n"
+    ended = file_of(script, tmp_path, "test_ended.py", f"{wrong}def test_last(): os.kill(os.getpid(), 9)\n")
+    crashed = file_of(script, tmp_path, "test_crashed.py", f"{wrong}def test_last(): os.abort()\n")
+    failed = file_of(script, tmp_path, "test_failed.py", wrong)
+    (row,) = script.run_steps(
+        [script.Step(name="a", limit=300, commands=lambda _: [ended, crashed, failed])], 300, tmp_path
+    )
+    assert [command["code"] for command in row["commands"]] == [-9, -6, 1]
+    names = [[name.rpartition("::")[2] for name in command["failed"]] for command in row["commands"]]
+    assert names == [["test_wrong[b c]"], ["test_wrong[b c]", "test_last"], ["test_wrong[b c]"]]
+    assert row["commands"][0]["said"].strip().endswith("::test_last"), "what it was at when it was ended is said, too"
+    assert "test_ended.py::test_wrong[b c];" in (tmp_path / "gpu_run.md").read_text()
 
 
 def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:

@@ -1,0 +1,87 @@
+"""How the tuner times a kernel, on the CPU: the GPU's clock and graphs are injected.
+
+These fail where the time of a call is what Python takes to launch it, or where its operands lie in a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from accel.kernels import tune
+from accel.kernels.spec import GemmSpec
+
+
+class FakeGpu:
+    """A clock that only what the GPU does moves on, and the calls that record and time it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, records: bool) -> None:
+        self.now, self.launched, self.recording = 0.0, 0, False
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1000
+
+        class Graph:
+            def capture_begin(self, capture_error_mode: str) -> None:
+                gpu.recording, gpu.launched = True, 0
+
+            def capture_end(self) -> None:
+                gpu.recording = False
+                if not records:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+
+            def replay(self) -> None:
+                gpu.now += 5.0 * gpu.launched
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Stream", object)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def run(self) -> None:
+        """A kernel of 5 microseconds that Python takes 80 to launch."""
+        self.launched += 1
+        if not self.recording:
+            self.now += 80.0
+
+
+def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where the time of a small kernel is that of its launch, which makes every candidate as fast as the next; or
+    where a small kernel is recorded so few times that not every set of operands has its turn."""
+    gpu = FakeGpu(monkeypatch, records=True)
+    assert tune.microseconds(gpu.run) == pytest.approx(5.0)
+    assert gpu.launched >= tune.MOST_SETS, "as many as there can be sets of operands"
+
+
+def test_the_sets_of_the_smallest_layers_are_more_than_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where the operands of few rows of BERT-base's smallest layer, which are what is to be read from memory, lie
+    in a GPU's L2 (60 MB of an H200, 126 MB of a B200), and so are read from there."""
+
+    def made(spec: GemmSpec, _device: torch.device, _seed: int = 0, *, seed: int = 0) -> tune.Operands:
+        a, b = (torch.empty(size, spec.k, dtype=torch.bfloat16, device="meta") for size in (spec.m, spec.n))
+        return a, b.t(), {}
+
+    monkeypatch.setattr(tune, "operands_for", made)
+    for n, k in tune.LAYERS:
+        spec = tune.specs(["bf16"], ["none"], [(1, n, k)])[0]
+        sets = tune.rotated_operands(spec, torch.device("meta"))
+        total = sum(operand.numel() * operand.element_size() for a, b, _ in sets for operand in (a, b))
+        assert total >= tune.ROTATED_BYTES > 2 * 126e6, (n, k)
+        assert len(sets) <= tune.RECORDED_CALLS, "each has its turn"
+
+
+def test_what_cannot_be_recorded_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tune.microseconds(FakeGpu(monkeypatch, records=False).run) == pytest.approx(80.0)
