@@ -133,7 +133,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="engine_from_onnx",
-        version=2,
+        version=3,
         function="accel.converters.engine_from_onnx:engine_from_onnx",
         config="accel.converters.engine_from_onnx:EngineFromOnnxConfig",
         takes=("onnx",),

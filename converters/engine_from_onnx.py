@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from accel.artifact import Artifact, Manifest, beside, file_sha256, manifest_path
@@ -83,9 +84,10 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
 
     The signature is what the built network has, its dims named as in ``src`` and ranged as in the profiles.
     ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles, plugins (what takes each of
-    accel's operators). ``notes``: summary, kernels (which ONNX nodes went into which kernel), profiles, warnings,
-    plugins (with the reason where it is the body). Raises ``MissingExtra``, ``BadInputSpec`` for a profile,
-    ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file, ``EngineNotBuilt`` for the rest.
+    accel's operators; of two the library, which the engine needs). ``notes``: summary, kernels (which ONNX nodes went
+    into which kernel), profiles, warnings, plugins (with the reason where it is the body). Raises ``MissingExtra``,
+    ``BadInputSpec`` for a profile, ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file,
+    ``EngineNotBuilt`` for the rest.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -134,7 +136,8 @@ def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
 
 def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     try:
-        with beside(out) as temporary:
+        # The folder is made here: what dies in the child leaves nothing behind.
+        with beside(out) as temporary, TemporaryDirectory(prefix="weights-", dir=out.parent) as weights:
             built: dict[str, Any] = run_in_child(
                 "accel.converters.tensorrt_build:build",
                 model=model,
@@ -147,7 +150,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
                 version_compatible=config.version_compatible,
                 hardware=config.hardware,
                 kept=kept_folder() if config.toolkit == "tensorrt" else None,
-                kernels=config.kernels,
+                kernels=Path(weights) if config.kernels else None,
             )
     except ChildCrashed as error:
         raise EngineNotBuilt(

@@ -65,10 +65,11 @@ def build(
     version_compatible: bool = False,
     hardware: str | None = None,
     kept: Path | None = None,
-    kernels: bool = False,
+    kernels: Path | None = None,
 ) -> dict[str, Any]:
     """Build ``model`` into ``out``; what the network has and what became of it, as plain values. ``kept``: the folder
-    of the timing cache, of a toolkit that has one. ``kernels``: accel's operators become plugins where they can."""
+    of the timing cache, of a toolkit that has one. ``kernels``: accel's operators become plugins where they can,
+    and weights that these want transposed are written to this folder."""
 
     def body() -> dict[str, Any]:
         trt = load_toolkit(toolkit)
@@ -81,10 +82,11 @@ def build(
         check_onnx(model, proto, capabilities, known_operators(trt, builder, logger, proto))
         plugins: list[PluginChoice] = []
         content = proto.SerializeToString() if take_fp8_bodies(proto) else None
-        if kernels:
+        parsed = model
+        if kernels is not None:
             plugins = choose_plugins(trt, proto, device_capability())
-            content = with_plugins(proto, plugins)
-        network = _parse(trt, builder, logger, model, content)
+            content, parsed = with_plugins(proto, plugins, model, kernels)
+        network = _parse(trt, builder, logger, parsed, content)
         config = _config(trt, builder, members, workspace_bytes, builder_level)
         _make_compatible(trt, config, version_compatible, hardware)
         _refuse_shape_inputs(network)

@@ -1,26 +1,30 @@
 """accel's operators in an engine of TensorRT: which plugin takes each, and the model as TensorRT's parser then gets it.
 
 Of a plugin library (``accel kernels build --tensorrt-include``) come the products with tensor-core kernels of this GPU,
-from Triton (quick plugins, whose kernels the engine itself holds) the others. Convolutions come from Triton, which
-takes them whole, and where that can't from the library, which multiplies their patches. What neither has runs its body.
+from Triton (quick plugins, whose kernels the engine itself holds) the others. The library's kernels read the weight as
+(N, K): one that is constant and (K, N) is transposed here. Convolutions come from Triton, which takes them whole, and
+where that can't from the library, which multiplies their patches. What neither has runs its body.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
 
+from accel.converters.transposed_weights import transpose_weights
 from accel.errors import AccelError, one_line
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, load_plugin_library
 from accel.sources.onnx_file import all_nodes
 
 DOMAIN = "accel"  # that of accel.kernels.onnx_function, which loads torch
-CONVOLUTION = "FusedConv2d"  # the library's plugin for all of them
+# The library's plugins, which have in fields what nodes have in their names.
+CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
 _VERSION = "1"  # of every plugin of ours, and what TensorRT's quick plugins have
@@ -30,8 +34,8 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PluginChoice:
-    """``operator``: its name in the domain ``accel``; ``nodes`` have it; ``by``: ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN``
-    or ``FUNCTION_BODY``, then with the ``reason``."""
+    """``operator``: its name in the domain ``accel``; so many of its ``nodes`` are taken ``by``: ``PLUGIN_LIBRARY``,
+    ``QUICK_PLUGIN`` or ``FUNCTION_BODY``, then with the ``reason``."""
 
     operator: str
     nodes: int
@@ -44,34 +48,43 @@ class PluginChoice:
 
 def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[PluginChoice]:
     """What takes each of accel's operators in ``model`` on a GPU of this compute capability; the plugins are registered
-    with TensorRT then. Empty where the model has none of them; raises what ``load_plugin_library`` does."""
-    counts = Counter(node.op_type for node in all_nodes(model.graph) if node.domain == DOMAIN)
+    with TensorRT then. Of an operator that two take there are two rows, the library's last. Empty where the model has
+    none of them; raises what ``load_plugin_library`` does."""
+    nodes = defaultdict(list)
+    for node in all_nodes(model.graph):
+        if node.domain == DOMAIN:
+            nodes[node.op_type].append(node)
     inside = {node.op_type for function in model.functions for node in function.node if node.domain == DOMAIN}
-    library = load_plugin_library(trt, capability) if counts else None
+    library = load_plugin_library(trt, capability) if nodes else None
+    sizes = _sizes(model)
     found = []
-    for operator, nodes in sorted(counts.items()):
-        by, reason = FUNCTION_BODY, "it is called by another function"
+    for operator, own in sorted(nodes.items()):
+        by, reason, its = FUNCTION_BODY, "it is called by another function", 0
         if operator not in inside:
-            in_library = library is not None and _in_library(trt, model, operator)
-            if not in_library or _geometry(operator):
+            plugin = _plugin_of(operator)
+            if library is not None and trt.get_plugin_registry().get_creator(plugin, _VERSION, "") is not None:
+                its = sum(_fits(node, sizes) for node in own)
+            if plugin == CONVOLUTION or its < len(own):
                 by, reason = _quick(operator, capability)
-            if in_library and by == FUNCTION_BODY:
-                by, reason = PLUGIN_LIBRARY, ""
-        found.append(PluginChoice(operator=operator, nodes=nodes, by=by, reason=reason))
+            if plugin == CONVOLUTION and by == QUICK_PLUGIN:
+                its = 0
+        if its < len(own):
+            found.append(PluginChoice(operator=operator, nodes=len(own) - its, by=by, reason=reason))
+        if its:
+            found.append(PluginChoice(operator=operator, nodes=its, by=PLUGIN_LIBRARY))
     return found
 
 
-def _in_library(trt: Any, model: onnx.ModelProto, operator: str) -> bool:
-    """Whether the plugins in C++ take every node of this operator whatever its number of rows."""
+def _sizes(model: onnx.ModelProto) -> dict[str, Sequence[int]]:
+    return {tensor.name: tensor.dims for tensor in model.graph.initializer}
+
+
+def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether the plugins in C++ take ``node`` whatever its number of rows. ``sizes``: of the initializers."""
     from accel.kernels.onnx_function import FusedConv2d, FusedGemm
 
-    function = _parsed(operator)
-    if not isinstance(function, FusedConv2d) and not (
-        isinstance(function, FusedGemm) and function.product == "gemm_nt"
-    ):
-        return False
-    name = CONVOLUTION if isinstance(function, FusedConv2d) else operator
-    if trt.get_plugin_registry().get_creator(name, _VERSION, "") is None:
+    function = _parsed(node.op_type)
+    if not isinstance(function, FusedConv2d | FusedGemm):
         return False
     if function.dtype not in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
         return False
@@ -79,22 +92,31 @@ def _in_library(trt: Any, model: onnx.ModelProto, operator: str) -> bool:
     if function.dtypes[0] != function.dtype and not narrow:
         return False
     step = _ALIGNED // (1 if narrow else 2)
-    shapes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    weights = [n.input[1] for n in all_nodes(model.graph) if n.domain == DOMAIN and n.op_type == operator]
+    shape = sizes.get(node.input[1], ())
+    if len(shape) != (4 if isinstance(function, FusedConv2d) else 2):
+        return False
     # N and K of a product; what comes out of a convolution and what goes in.
-    return all(name in shapes and not any(size % step for size in shapes[name][:2]) for name in weights)
+    return not any(size % step for size in shape[:2])
 
 
-def _geometry(operator: str) -> dict[str, int]:
-    """The fields of the plugin ``FusedConv2d`` for this convolution; empty for another operator."""
+def _plugin_of(operator: str) -> str:
+    """The library's plugin for ``operator``."""
+    from accel.kernels.onnx_function import FusedConv2d
+
+    return CONVOLUTION if isinstance(_parsed(operator), FusedConv2d) else PRODUCT
+
+
+def _fields(operator: str) -> dict[str, int]:
+    """Those of the library's plugin for ``operator``."""
     from accel.kernels.native import ACTS, DTYPES
-    from accel.kernels.onnx_function import OPERANDS, FusedConv2d
+    from accel.kernels.onnx_function import OPERANDS
 
     function = _parsed(operator)
-    if not isinstance(function, FusedConv2d):
-        return {}
     fields = {"act": ACTS[function.act], "bias": int(function.bias), "residual": int(function.residual)}
-    fields["dtype"] = DTYPES[OPERANDS[function.dtype]]
+    fields["dtype"] = DTYPES[OPERANDS[function.dtypes[0]]]
+    if _plugin_of(operator) == PRODUCT:
+        scales = {"row_scale": int(function.row_scale), "col_scale": int(function.col_scale)}
+        return fields | scales | {"out_dtype": DTYPES[OPERANDS[function.dtype]]}
     for name in ("kernel", "stride", "padding", "dilation"):
         fields[f"{name}_h"], fields[f"{name}_w"] = getattr(function, name)
     return fields
@@ -129,23 +151,39 @@ def _parsed(operator: str) -> Any:
         return None
 
 
-def with_plugins(model: onnx.ModelProto, choices: Sequence[PluginChoice]) -> bytes:
-    """``model`` for TensorRT's parser, whose versions differ in what they prefer: what a plugin takes names its plugin
-    and has no body any more. Of convolutions the library has one plugin: their sizes go from the name to attributes."""
-    taken = {choice.operator: choice.by for choice in choices if choice.by != FUNCTION_BODY}
+def with_plugins(
+    model: onnx.ModelProto, choices: Sequence[PluginChoice], source: Path, folder: Path
+) -> tuple[bytes, Path]:
+    """``model``, which was read from ``source``, for TensorRT's parser, and the path to parse it for: beside that lie
+    its weights, in ``folder`` where some of them are transposed.
+
+    Versions of the parser differ in what they prefer: what a plugin takes names its plugin and has no body any more.
+    The library has one plugin for all products and one for all convolutions: the rest of the name goes to attributes.
+    """
+    takers: dict[str, set[str]] = {}
+    for choice in choices:
+        takers.setdefault(choice.operator, set()).add(choice.by)
+    sizes = _sizes(model)
+    turned = []
     for node in all_nodes(model.graph):
-        if node.domain == DOMAIN and node.op_type in taken:
-            space = DOMAIN if taken[node.op_type] == QUICK_PLUGIN else ""
-            words: dict[str, Any] = {"plugin_version": _VERSION, "plugin_namespace": space}
-            if not space and (fields := _geometry(node.op_type)):
-                node.op_type = CONVOLUTION
-                words |= fields
-            node.attribute.extend(helper.make_attribute(key, value) for key, value in words.items())
-    kept = [f for f in model.functions if f.domain != DOMAIN or f.name not in taken]
+        taken = takers.get(node.op_type, set()) if node.domain == DOMAIN else set()
+        in_library = PLUGIN_LIBRARY in taken and _fits(node, sizes)
+        if not in_library and QUICK_PLUGIN not in taken:
+            continue
+        words: dict[str, Any] = {"plugin_version": _VERSION, "plugin_namespace": "" if in_library else DOMAIN}
+        if in_library:
+            function, plugin = _parsed(node.op_type), _plugin_of(node.op_type)
+            if plugin == PRODUCT and function.product != "gemm_nt":
+                turned.append(node)
+            words |= _fields(node.op_type)
+            node.op_type = plugin
+        node.attribute.extend(helper.make_attribute(key, value) for key, value in words.items())
+    kept = [f for f in model.functions if f.domain != DOMAIN or FUNCTION_BODY in takers.get(f.name, {FUNCTION_BODY})]
     del model.functions[:]
     model.functions.extend(kept)
+    path = transpose_weights(model, turned, source, folder)
     content: bytes = model.SerializeToString()
-    return content
+    return content, path
 
 
 def take_fp8_bodies(model: onnx.ModelProto) -> bool:

@@ -1,8 +1,9 @@
 // accel's operators as plugins of TensorRT (IPluginV3) over the C interface of the compiled kernels.
 //
 // Every name of a product in accel.kernels.onnx_function that these kernels compute has a creator, so that a node is
-// taken by its name; "FusedGemm" takes the epilogue from its fields. Of convolutions there are as many names as sizes:
-// "FusedConv2d" has its sizes in fields, too, which accel's own engine build writes into the node.
+// taken by its name; "FusedGemm" takes the epilogue from its fields: accel's own engine build writes them into nodes of
+// other names, whose weight it transposes. Of convolutions there are as many names as sizes: "FusedConv2d" has its sizes
+// in fields, too.
 #include <utility>
 
 #include "tensorrt_conv2d.h"

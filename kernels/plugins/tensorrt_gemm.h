@@ -1,5 +1,6 @@
-// accel::FusedGemm as a plugin of TensorRT: a is (M, K), b (N, K), and after them come those that there are of bias, row
-// scale, column scale and residual.
+// accel::FusedGemm as a plugin of TensorRT: a is (..., K), b (N, K), and after them come those that there are of bias, row
+// scale (one for each row of a), column scale and residual (..., N). In memory a is a matrix of as many rows as its
+// dimensions but the last have together.
 #pragma once
 #include "tensorrt_layer.h"
 
@@ -44,10 +45,10 @@ struct Gemm final : Layer<Gemm, 7> {
 
   int32_t getOutputShapes(const DimsExprs* in, int32_t count, const DimsExprs*, int32_t, DimsExprs* out, int32_t,
                           IExprBuilder&) noexcept override {
-    if (count != inputs() || in[0].nbDims != 2 || in[1].nbDims != 2) return refused(ACCEL_BAD_SIZE);
-    out[0].nbDims = 2;
-    out[0].d[0] = in[0].d[0];
-    out[0].d[1] = in[1].d[0];
+    if (count != inputs() || in[0].nbDims < 2 || in[1].nbDims != 2) return refused(ACCEL_BAD_SIZE);
+    if (spec[kResidual] && in[count - 1].nbDims != in[0].nbDims) return refused(ACCEL_BAD_SIZE);
+    out[0] = in[0];
+    out[0].d[in[0].nbDims - 1] = in[1].d[0];
     return 0;
   }
 
@@ -60,7 +61,7 @@ struct Gemm final : Layer<Gemm, 7> {
   int32_t configurePlugin(const DynamicPluginTensorDesc* in, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) noexcept override {
     try {
-      tactics = tactics_for(problem(in[0].opt.d[0], in[1].opt.d[0], in[1].opt.d[1]), in[0].max.d[0]);
+      tactics = tactics_for(problem(rows(in[0].opt), in[1].opt.d[0], in[1].opt.d[1]), rows(in[0].max));
       return 0;
     } catch (const std::exception&) {
       return refused(ACCEL_NO_WORKSPACE);
@@ -74,9 +75,9 @@ struct Gemm final : Layer<Gemm, 7> {
 
   int32_t enqueue(const PluginTensorDesc* in, const PluginTensorDesc*, const void* const* data, void* const* out,
                   void* workspace, cudaStream_t stream) noexcept override {
-    if (in[0].dims.nbDims != 2 || in[1].dims.nbDims != 2 || in[0].dims.d[1] != in[1].dims.d[1])
-      return refused(ACCEL_BAD_SIZE);
-    accel_gemm_problem p = problem(in[0].dims.d[0], in[1].dims.d[0], in[1].dims.d[1]);
+    const Dims &a = in[0].dims, &b = in[1].dims;
+    if (a.nbDims < 2 || b.nbDims != 2 || a.d[a.nbDims - 1] != b.d[1]) return refused(ACCEL_BAD_SIZE);
+    accel_gemm_problem p = problem(rows(a), b.d[0], b.d[1]);
     if (p.m == 0) return 0;
     p.a = data[0];
     p.b = data[1];
@@ -96,6 +97,12 @@ struct Gemm final : Layer<Gemm, 7> {
   }
 
  private:
+  static int64_t rows(const Dims& a) {
+    int64_t found = 1;
+    for (int32_t axis = 0; axis + 1 < a.nbDims; ++axis) found *= a.d[axis];
+    return found;
+  }
+
   accel_gemm_problem problem(int64_t m, int64_t n, int64_t k) const {
     return problem_of(spec[kDtype], spec[kOutDtype], spec[kAct], m, n, k);
   }

@@ -12,9 +12,18 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
+from accel.artifact import Artifact
+from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+from accel.kernels.tensorrt_plugin import PluginKernel
+from accel.stage import run_stage
+
 # Of a node that has a function body: TensorRT 10.0 takes the body, later ones a plugin of that name, version and
 # namespace where there is one, those from 10.14 only where the node names a namespace itself.
 RULES = ("body first", "plugin first", "plugin where it is named")
+
+
+# What takes a node, in the engine.
+QUICK, LIBRARY_PLUGIN, BODY = "plugin of 'accel'", "plugin of ''", "body"
 
 
 class Registry:
@@ -50,6 +59,7 @@ class FakeTensorRT(ModuleType):
         super().__init__("tensorrt")
         self.rule = rule
         self.registry = Registry()
+        self.parsed = onnx.ModelProto()
         self.plugin = quick_plugins(self.registry)
         self.Runtime = lambda logger: SimpleNamespace(logger=logger)
 
@@ -74,11 +84,12 @@ class FakeTensorRT(ModuleType):
     def OnnxParser(self, network: Any, logger: Any) -> Any:
         return SimpleNamespace(
             parse_from_file=lambda path: self._parse(network, onnx.load(path)),
-            parse=lambda content, _path: self._parse(network, onnx.ModelProto.FromString(content)),
+            parse=lambda content, path: self._parse(network, with_weights(content, Path(path))),
             supports_operator=lambda _name: True,
         )
 
     def _parse(self, network: Any, model: onnx.ModelProto) -> bool:
+        self.parsed = model
         bodies = {function.name for function in model.functions}
         network.layers += [[node.op_type, self._taken(node, bodies)] for node in model.graph.node]
         kinds = {TensorProto.FLOAT: "FLOAT", TensorProto.FLOAT16: "HALF"}
@@ -108,6 +119,23 @@ class FakeTensorRT(ModuleType):
             assert self.registry.get_creator(node.op_type, "1", space) is not None, "Plugin not found"
             assert self.rule != RULES[2] or not named, "No importer registered for op"
         return f"plugin of {space!r}"
+
+
+def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
+    """The model with its external weights, read as the parser of TensorRT does: from beside ``path``, wherever a link
+    goes, but from no folder above."""
+    model = onnx.ModelProto.FromString(content)
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            said = {entry.key: entry.value for entry in tensor.external_data}
+            assert "../" not in said["location"]
+            assert set(said) <= {"location", "offset", "length"}
+            with (path.parent / said["location"]).open("rb") as file:
+                file.seek(int(said.get("offset", 0)))
+                tensor.raw_data = file.read(int(said["length"]))
+            tensor.ClearField("external_data")
+            tensor.data_location = TensorProto.DEFAULT
+    return model
 
 
 class Descriptor:
@@ -153,3 +181,23 @@ def quick_plugins(registry: Registry | None = None) -> ModuleType:
         aot_impl=lambda identity: lambda function: kept.__setitem__(f"{identity} kernel", function),
     )
     return plugin
+
+
+def kernel(function: Any, arch: int) -> PluginKernel:
+    """In place of ``compile_kernel``."""
+    assert arch == 80
+    return PluginKernel(name=function.name, ptx="", threads=128, shared=0, block_m=64, block_n=64)
+
+
+def built(src: Artifact, folder: Path, **options: Any) -> tuple[dict[str, str], Artifact]:
+    """What took each operator in the engine, and the engine."""
+    config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True, **options)
+    made = run_stage("engine_from_onnx", src, config, out=folder / "made.engine")
+    return dict(json.loads(made.path.read_bytes())), made
+
+
+def library(folder: Path, *names: str) -> Path:
+    """A library of plugins with these names."""
+    path = folder / "plugins.so"
+    path.write_text("\n".join(["FusedGemm", *names]))
+    return path

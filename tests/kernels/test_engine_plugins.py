@@ -8,7 +8,6 @@ plugin isn't named, or where an engine is loaded before its plugins, or plugins 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +16,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from fake_tensorrt import RULES, FakeTensorRT
+from fake_tensorrt import BODY, LIBRARY_PLUGIN, QUICK, RULES, FakeTensorRT, built, kernel, library
 from onnx import numpy_helper
 
 import accel
 from accel.api.optimize import _notes
 from accel.artifact import Artifact
-from accel.child import resolve
-from accel.converters import engine_from_onnx as module
-from accel.converters import tensorrt_build
 from accel.converters.engine_from_onnx import EngineFromOnnxConfig, check_engine, engine_from_onnx
 from accel.converters.tensorrt_plugins import PluginChoice, with_plugins
 from accel.errors import BadConfig, MissingExtra, UnsupportedHere
@@ -53,7 +49,6 @@ g (float16[batch, 16] x, float16[batch, 4, 8, 8] image) => (float16[batch, 24] y
 }"""
 LAYER, PRODUCT = "FusedGemm_gemm_nt_bias_relu_fp16", "FusedGemm_matmul_bias_fp16"
 CONV = "FusedConv2d_k3x3_s1x1_p1x1_d1x1_relu_fp16"
-QUICK, LIBRARY_PLUGIN, BODY = "plugin of 'accel'", "plugin of ''", "body"
 
 
 @pytest.fixture
@@ -66,41 +61,6 @@ def fused(tmp_path: Path) -> Artifact:
     assert sorted(fuse_products(model)) == sorted([LAYER, PRODUCT, CONV])
     onnx.save(model, tmp_path / "fused.onnx")
     return open_onnx(tmp_path / "fused.onnx", probe=False)
-
-
-@pytest.fixture(params=RULES)
-def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
-    """TensorRT on a GPU of 9.0; kernels are not compiled, and no library is here."""
-    fake = FakeTensorRT(request.param)
-    monkeypatch.setitem(sys.modules, "tensorrt", fake)
-    monkeypatch.setitem(sys.modules, "tensorrt.plugin", fake.plugin)
-    monkeypatch.setattr(tensorrt_plugin.importlib.util, "find_spec", lambda _name: True)
-    monkeypatch.setattr(tensorrt_plugin, "compile_kernel", kernel)
-    monkeypatch.setattr(module, "run_in_child", lambda target, **words: resolve(target)(**words))
-    monkeypatch.setattr(module, "toolkit_runtime", lambda _: SimpleNamespace(installed=True))
-    monkeypatch.setattr(tensorrt_build, "load_toolkit", lambda _: fake)
-    monkeypatch.setattr(tensorrt_build, "device_capability", lambda: "9.0")
-    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
-    return fake
-
-
-def kernel(function: Any, arch: int) -> PluginKernel:
-    assert arch == 80
-    return PluginKernel(name=function.name, ptx="", threads=128, shared=0, block_m=64, block_n=64)
-
-
-def built(src: Artifact, folder: Path, **options: Any) -> tuple[dict[str, str], Artifact]:
-    """What took each operator in the engine, and the engine."""
-    config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True, **options)
-    made = run_stage("engine_from_onnx", src, config, out=folder / "made.engine")
-    return dict(json.loads(made.path.read_bytes())), made
-
-
-def library(folder: Path, *names: str) -> Path:
-    path = folder / "plugins.so"
-    path.write_text("\n".join(["FusedGemm", *names]))
-    return path
 
 
 def test_without_a_library_all_are_quick_plugins(fused: Artifact, trt: FakeTensorRT, tmp_path: Path) -> None:
@@ -125,8 +85,10 @@ def test_a_plugin_library_comes_first(
     trt.registry.creators.clear()  # the next build has a process of its own
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     layers, made = built(fused, tmp_path)  # not the one in the cache, which was made without the library
-    assert layers == {LAYER: LIBRARY_PLUGIN, PRODUCT: QUICK, CONV: QUICK}
-    assert made.properties["plugins"][LAYER] == "plugin library"
+    assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
+    wanted = {LAYER: "plugin library", PRODUCT: "plugin library", CONV: "quick plugin"}
+    assert made.properties["plugins"] == wanted
+    assert [tensor.name for tensor in trt.parsed.graph.initializer] == ["w", "b", "v_transposed", "c", "k"]
     assert trt.registry.loaded == [str(tmp_path / "plugins.so")]
 
 
@@ -240,14 +202,16 @@ def test_a_convolution_is_the_librarys_where_triton_has_none(
     monkeypatch.setattr(tensorrt_plugin, "compile_kernel", missing)
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "another"))
     layers, made = built(wide, tmp_path)
-    assert layers == {LAYER: LIBRARY_PLUGIN, PRODUCT: BODY, "FusedConv2d": LIBRARY_PLUGIN}
+    assert layers == dict.fromkeys(("FusedGemm", "FusedConv2d"), LIBRARY_PLUGIN)
     assert made.properties["plugins"][CONV] == "plugin library"
     trt.registry.creators.clear()
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "a third"))
     assert built(fused, tmp_path)[0][CONV] == BODY, "four channels"
 
     choice = PluginChoice(operator=CONV, nodes=1, by="plugin library")
-    parsed = onnx.ModelProto.FromString(with_plugins(model, [choice]))
+    content, path = with_plugins(model, [choice], wide.path, tmp_path)
+    assert path == wide.path, "no weight is another"
+    parsed = onnx.ModelProto.FromString(content)
     node = next(node for node in parsed.graph.node if node.op_type == "FusedConv2d")
     words = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     assert (words.pop("plugin_version"), words.pop("plugin_namespace")) == (b"1", b"")

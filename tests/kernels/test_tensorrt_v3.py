@@ -12,6 +12,8 @@ kernel takes give numbers instead of an error, or where missing headers get anyt
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import os
 import shutil
 import subprocess
@@ -68,7 +70,8 @@ class Plugins:
     ) -> tuple[int, torch.Tensor, int]:
         """What came of it (0: right), the output, and how many tactics there were."""
         given = fields or {}
-        result = nhwc(torch.full(out, float("nan"), dtype=TORCH_DTYPES[dtype]))
+        result = torch.full(out, float("nan"), dtype=TORCH_DTYPES[dtype])
+        result = nhwc(result) if name == "FusedConv2d" else result
         shapes = [*(tuple(tensor.shape) for tensor, _ in inputs), out]
         dims = [size for shape in shapes for size in (*shape, 0, 0, 0)[:4]]
         types = [*(TYPES[kind] for _, kind in inputs), TYPES[dtype]]
@@ -131,14 +134,15 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
     return Plugins(library, folder / "driver.so")
 
 
-def operands(function: FusedGemm, m: int, n: int, k: int) -> dict[str, torch.Tensor]:
-    """By name, in the dtypes and the order of the ONNX function's inputs."""
-    g = torch.Generator().manual_seed(m * n + k)
-    shapes = {"a": (m, k), "b": (n, k)}
+def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> dict[str, torch.Tensor]:
+    """By name, in the dtypes and the order of the ONNX function's inputs. ``m``: rows, or their sizes by dimension."""
+    rows = m if isinstance(m, tuple) else (m,)
+    g = torch.Generator().manual_seed(math.prod(rows) * n + k)
+    shapes: dict[str, tuple[int, ...]] = {"a": (*rows, k), "b": (n, k)}
     shapes |= {"bias": (n,)} if function.bias else {}
-    shapes |= {"row_scale": (m,)} if function.row_scale else {}
+    shapes |= {"row_scale": rows} if function.row_scale else {}
     shapes |= {"col_scale": (n,)} if function.col_scale else {}
-    shapes |= {"residual": (m, n)} if function.residual else {}
+    shapes |= {"residual": (*rows, n)} if function.residual else {}
     dtypes = [TORCH_DTYPES[DTYPES[dtype]] for dtype in function.dtypes]
     return {
         name: torch.randn(shape, generator=g).to(dtype)
@@ -165,26 +169,52 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
-    """Every combination of operands, by its name and by fields alone. Bound: ``gemm_bound``."""
-    m, n, k = 3, 4, 9
-    for flags in range(16):
+    """Every combination of operands, by its name and by fields alone, and the same rows in more dimensions. Bound:
+    ``gemm_bound``."""
+    m, n, k = 6, 4, 9
+    for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
         given = {"bias": bias, "residual": residual, "row_scale": row, "col_scale": col}
         function = FusedGemm(product="gemm_nt", act=act, dtype=DTYPE[dtype], **given)
-        tensors = operands(function, m, n, k)
+        tensors = operands(function, rows, n, k)
+        matrices = {
+            name: tensor.reshape(m, -1) if name in ("a", "residual") else tensor for name, tensor in tensors.items()
+        }
+        matrices |= {"row_scale": tensors["row_scale"].flatten()} if row else {}
         kinds = [DTYPES[one] for one in function.dtypes]
         number = {"fp16": 1, "bf16": 2}[dtype]
         fields = {"act": ACTS.index(act), "dtype": number, "out_dtype": number, "plugin_version": 7}
         fields |= {name: int(there) for name, there in given.items()}
         spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=EpilogueSpec(act=act, out_dtype=dtype, **given))
-        extra = {name: tensor for name, tensor in tensors.items() if name not in ("a", "b")}
-        exact = reference.gemm_torch(spec, tensors["a"], tensors["b"].t(), extra)
-        bound = reference.gemm_bound(spec, tensors["a"], tensors["b"].t(), extra)
+        extra = {name: tensor for name, tensor in matrices.items() if name not in ("a", "b")}
+        exact = reference.gemm_torch(spec, matrices["a"], matrices["b"].t(), extra)
+        bound = reference.gemm_bound(spec, matrices["a"], matrices["b"].t(), extra)
         for name, some in ((function.name, {}), ("FusedGemm", fields)):
             inputs = list(zip(tensors.values(), kinds, strict=True))
-            status, got, tactics = plugins.run(name, inputs, (m, n), dtype, fields=some)
-            assert (status, tactics) == (0, 1), (name, plugins.said)
-            assert reference.error_over_bound(got, exact, bound) <= 1, name
+            status, got, tactics = plugins.run(name, inputs, (*rows, n), dtype, fields=some, largest_m=rows[0])
+            assert (status, tactics) == (0, 1), (name, rows, plugins.said)
+            assert reference.error_over_bound(got.reshape(m, n), exact, bound) <= 1, (name, rows)
+
+
+@needs_compiler
+@pytest.mark.proof
+def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
+    """More than the kernel for few takes, or than it may ever take, in dimensions of which each has few. ``gemm_bound``
+    of the stand-in for a tensor-core GEMM."""
+    plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
+    n, k = 24, 16
+    for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):
+        a, b, residual = operands(plain, rows, n, k).values()
+        inputs = [(tensor, "fp16") for tensor in (a, b, residual)]
+        status, got, tactics = plugins.run(plain.name, inputs, (*rows, n), "fp16", largest_m=largest)
+        assert (status, tactics) == (0, wanted), (rows, largest, plugins.said)
+        epilogue = EpilogueSpec(act="none", residual=True, out_dtype="fp16")
+        spec = GemmSpec(m=math.prod(rows), n=n, k=k, in_dtype="fp16", epilogue=epilogue)
+        words = (spec, a.flatten(0, 1), b.t(), {"residual": residual.flatten(0, 1)})
+        error = reference.error_over_bound(
+            got.flatten(0, 1), reference.gemm_torch(*words), reference.gemm_bound(*words)
+        )
+        assert error <= 1, rows
 
 
 @needs_compiler
@@ -209,7 +239,11 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run(plain.name, good[:2], (4, 8), "fp16")[0] == 5, "an input is missing"
     assert plugins.run(plain.name, [*good[:2], (bias.float(), "fp32")], (4, 8), "fp16")[0] == 5
     assert plugins.run(plain.name, good, (4, 8), "bf16")[0] == 5
-    assert plugins.run(plain.name, [(a[None], "fp16"), *good[1:]], (4, 8), "fp16")[0] == 8
+    assert plugins.run(plain.name, [(a[0], "fp16"), *good[1:]], (8,), "fp16")[0] == 8, "a has no rows"
+    assert plugins.run(plain.name, [(a[None], "fp16"), *good[1:]], (4, 8), "fp16")[0] == 9, "an output of another rank"
+    summed = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16).name
+    residual = torch.zeros(4, 8, dtype=torch.float16)
+    assert plugins.run(summed, [(a[None], "fp16"), good[1], (residual, "fp16")], (1, 4, 8), "fp16")[0] == 8
     assert plugins.run(plain.name, [(a[:, :8].contiguous(), "fp16"), *good[1:]], (4, 8), "fp16")[0] == 102
     assert plugins.run(plain.name, good, (4, 8), "fp16", fields={"act": 2})[0] == 2
     for wrong in ({"act": 9}, {"bias": 2}, {"dtype": 0}, {"out_dtype": 3}):

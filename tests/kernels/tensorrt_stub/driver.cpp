@@ -66,8 +66,8 @@ extern "C" const char* name_of(IPluginCreatorInterface* const* all, int32_t at) 
 }
 
 // 0, or the number of the step that failed; enqueue's own status is 100 more. dims: four a tensor, the output's last.
-// Images and weights are NHWC in memory. largest_m: of the optimization profile. tactic: -1 for the first that the
-// plugin names (0 where it names none).
+// Images and weights of a convolution are NHWC in memory. The first dimension of the first input is dynamic; largest_m:
+// its largest in the optimization profile. tactic: -1 for the first that the plugin names (0 where it names none).
 extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const char* name, int32_t fields,
                    const char* const* field_names, const int32_t* values, int32_t inputs, const void* const* data,
                    const int32_t* types, int64_t* dims, const int32_t* ranks, void* out, int64_t largest_m,
@@ -86,13 +86,17 @@ extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const cha
   std::vector<DynamicPluginTensorDesc> tensors(inputs + 1);
   std::vector<DimsExprs> expressions(inputs);
   Builder builder;
+  const bool images = strcmp(name, "FusedConv2d") == 0;
   for (int32_t at = 0; at <= inputs; ++at) {
     DynamicPluginTensorDesc& tensor = tensors[at];
     tensor.desc.dims.nbDims = ranks[at];
     for (int32_t axis = 0; axis < ranks[at]; ++axis) tensor.desc.dims.d[axis] = dims[4 * at + axis];
     tensor.desc.type = static_cast<DataType>(types[at]);
     tensor.min = tensor.opt = tensor.max = tensor.desc.dims;
-    if (at == 0) tensor.max.d[0] = largest_m;
+    if (at == 0) {
+      tensor.max.d[0] = largest_m;
+      tensor.desc.dims.d[0] = -1;
+    }
     if (at == inputs) continue;
     expressions[at].nbDims = ranks[at];
     for (int32_t axis = 0; axis < ranks[at]; ++axis) expressions[at].d[axis] = builder.constant(dims[4 * at + axis]);
@@ -100,7 +104,7 @@ extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const cha
   for (int32_t at = 0; at <= inputs; ++at) {
     tensors[at].desc.format = TensorFormat::kCHW32;
     if (build->supportsFormatCombination(at, tensors.data(), inputs, 1)) return 4;
-    tensors[at].desc.format = ranks[at] == 4 ? TensorFormat::kHWC8 : TensorFormat::kLINEAR;
+    tensors[at].desc.format = images && ranks[at] == 4 ? TensorFormat::kHWC8 : TensorFormat::kLINEAR;
     if (!build->supportsFormatCombination(at, tensors.data(), inputs, 1)) return 5;
   }
   DataType out_type{};
@@ -133,6 +137,7 @@ extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const cha
   runtime = half<IPluginV3OneRuntime>(attached, PluginCapabilityType::kRUNTIME);
   std::vector<PluginTensorDesc> now;
   for (const auto& tensor : tensors) now.push_back(tensor.desc);
+  now[0].dims.d[0] = dims[0];
   if (runtime->onShapeChange(now.data(), inputs, &now[inputs], 1) != 0) return 16;
   void* const workspace = std::aligned_alloc(256, (room + 255) / 256 * 256);
   void* const outputs[] = {out};

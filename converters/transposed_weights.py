@@ -1,0 +1,78 @@
+"""Weights as the plugin library's products read them: (N, K) where the graph has (K, N), each once, in a file that
+lies beside links to the model's own weight files. The model's own file and folder stay as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+from accel.sources.onnx_file import all_nodes, external_files
+
+_ONE_BYTE = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
+
+
+def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], source: Path, folder: Path) -> Path:
+    """Give ``nodes`` of ``model``, which was read from ``source``, their second input transposed: an initializer of
+    two dimensions and of a dtype of one or two bytes. One that nobody else uses is gone from the model then, and of
+    all of them one at a time is read into memory. The path that stands for ``source``: its weights lie beside it."""
+    wanted = dict.fromkeys(node.input[1] for node in nodes)
+    if not wanted:
+        return source
+    own = external_files(model)
+    for name in own:
+        (folder / name).symlink_to((source.parent / name).absolute())
+    location = _free("transposed", own)
+    every = list(all_nodes(model.graph))
+    inside = (inner for node in every for attribute in node.attribute for inner in (attribute.g, *attribute.graphs))
+    users = Counter(value.name for graph in (model.graph, *inside) for value in (*graph.output, *graph.input))
+    users.update(name for node in every for name in node.input)
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    names = {*users, *tensors, *(name for node in every for name in node.output)}
+    users.subtract(node.input[1] for node in nodes)
+    with (folder / location).open("wb") as file:
+        for name in wanted:
+            tensor = tensors[name]
+            offset = file.tell()
+            file.write(np.ascontiguousarray(_values(tensor, source.parent).T).data)
+            said = {"location": location, "offset": str(offset), "length": str(file.tell() - offset)}
+            turned = TensorProto(
+                name=_free(f"{name}_transposed", names),
+                data_type=tensor.data_type,
+                dims=list(tensor.dims)[::-1],
+                data_location=TensorProto.EXTERNAL,
+                external_data=[onnx.StringStringEntryProto(key=key, value=value) for key, value in said.items()],
+            )
+            names.add(turned.name)
+            wanted[name] = turned.name
+            if users[name]:
+                model.graph.initializer.append(turned)
+            else:
+                tensor.CopyFrom(turned)
+    for node in nodes:
+        node.input[1] = wanted[node.input[1]]
+    return folder / source.name
+
+
+def _values(tensor: TensorProto, folder: Path) -> np.ndarray[Any, Any]:
+    """The values of a matrix as unsigned integers of their size: numpy doesn't have all of the dtypes."""
+    unit = np.dtype("<u1" if tensor.data_type in _ONE_BYTE else "<u2")
+    if uses_external_data(tensor):
+        held = TensorProto()
+        held.CopyFrom(tensor)
+        load_external_data_for_tensor(held, str(folder))
+        tensor = held
+    plain = np.frombuffer(tensor.raw_data, unit) if tensor.raw_data else np.array(tensor.int32_data).astype(unit)
+    return plain.reshape(tensor.dims)
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
