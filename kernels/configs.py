@@ -74,8 +74,8 @@ CONFIGS: tuple[Config, ...] = (
            block_m=128, block_n=64, block_k_bytes=64, warps=4, stages=3),
     Config(name="conv2d_64x64", op="conv2d", kernel="conv2d", dtypes=(*ALL, "fp32"), archs=ARCHS,
            block_m=64, block_n=64, block_k_bytes=64, warps=8, stages=3),
-    Config(name="quantize_1024", op="quantize_rowwise", kernel="quantize_rowwise", dtypes=("int8", "fp8_e4m3"),
-           archs=ARCHS, block_m=1, block_n=1, block_k_bytes=1024, warps=4, stages=1),
+    Config(name="quantize_8192", op="quantize_rowwise", kernel="quantize_rowwise", dtypes=("int8", "fp8_e4m3"),
+           archs=ARCHS, block_m=1, block_n=1, block_k_bytes=8192, warps=16, stages=1),
 )  # fmt: skip
 
 

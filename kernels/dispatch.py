@@ -353,7 +353,7 @@ def choose_quantize(
         return Choice(config=None, reason=f"compute capability {capability[0]}.{capability[1]} is below 8.0")
     converts = dtype != "fp8_e4m3" or arch >= FIRST_FP8
     if triton_installed and converts:
-        return Choice(config=get("quantize_1024"), reason=f"a program a row on sm_{arch}")
+        return Choice(config=get("quantize_8192"), reason=f"a program a row on sm_{arch}")
     lacking = "Triton is not installed" if converts else f"sm_{arch} has no fp8 conversion; they begin with sm_89"
     if "quantize_rowwise" in native:
         return Choice(config=HAND_WRITTEN["quantize_rowwise"], reason=f"{lacking}; the compiled library has its own")

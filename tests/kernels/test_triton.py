@@ -29,6 +29,7 @@ from accel.kernels import build, cross, dispatch, interpret, native_launch, trit
 from accel.kernels.configs import ARCHS, CONFIGS, HAND_WRITTEN, SHARED_LIMIT, Config, get, rows, shipped
 from accel.kernels.gemm import fused_gemm
 from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.triton_launch import row_config
 from accel.kernels.units import NATIVE, NativeConfig
 
 # Triton 3.9 says so although the option is given: its default is about to change.
@@ -76,6 +77,29 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
     assert any(not value <= 1 for value in found.values()), found
 
 
+@pytest.mark.proof
+def test_a_row_is_read_once(tmp_path: Path) -> None:
+    """Only what a row has after its first 8192 elements is read again: a wrong read there hurts no shorter row."""
+    text = SOURCE.read_text()
+    right = "again = tl.load(start + (k + steps)"
+    assert right in text
+    planted = tmp_path / "planted.py"
+    planted.write_text(text.replace(right, "again = tl.load(start + (k + steps - 1)"))
+    found = interpret.run(planted, "quantize fp16 int8")
+    assert set(found) == {f"quantize fp16 int8 {columns}" for columns in (37, 2100, 9000)}
+    assert [name for name, value in found.items() if value > 0] == ["quantize fp16 int8 9000"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "block", "warps"), [(1, 1024, 4), (1025, 2048, 4), (4096, 4096, 8), (8192, 8192, 16), (9000, 8192, 16)]
+)
+def test_a_row_is_held_in_as_many_registers_as_it_needs(columns: int, block: int, warps: int) -> None:
+    config = row_config(columns, "int8")
+    assert (config.block_k("int8"), config.warps) == (block, warps)
+    made = cross.compile_config(config, "int8", 90, epilogue=EpilogueSpec(out_dtype="fp32"), aligned=False)
+    assert (made.kernel, made.problem) == ("quantize_rowwise", "")
+
+
 def compiles(name: str, dtype: str, arch: int) -> None:
     made = cross.compile_config(get(name), dtype, arch)
     assert made.problem == ""
@@ -91,7 +115,7 @@ def test_one_configuration_an_architecture_compiles(arch: int) -> None:
 
 Wanted = tuple[str, str, int, bool]
 # What dispatch takes where nothing is a multiple of 16: the other tiles spill there.
-FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_1024")
+FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_8192")
 
 
 def wanted() -> Iterator[Wanted]:
