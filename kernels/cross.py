@@ -19,6 +19,10 @@ from accel.kernels.triton_launch import GROUP, PARTS_TILE, flags, tile
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
 MOST_IMPRECISE = 128  # as in csrc/cutlass/sm90.cu
+# What dispatch wants to be multiples of 16 before it takes a large tile (of the strides one is 1), and the kernels' own
+# memory. Rows, pixels and the epilogue's operands are as they come.
+OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
+DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
 
 
@@ -54,10 +58,12 @@ class Compiled:
 
 
 def compile_config(
-    config: Config, dtype: str, arch: int, *, epilogue: EpilogueSpec = FULL, sums: bool = False
+    config: Config, dtype: str, arch: int, *, epilogue: EpilogueSpec = FULL, sums: bool = False, aligned: bool = True
 ) -> Compiled:
-    """``config`` for ``dtype`` compiled for sm_``arch``, 16-byte aligned operands; ``epilogue``: by default all there
-    is, and fp16 output. ``sums``: of a configuration that splits K, the kernel that adds the parts up.
+    """``config`` for ``dtype`` compiled for sm_``arch``; ``epilogue``: by default all there is, and fp16 output.
+    ``sums``: of a configuration that splits K, the kernel that adds the parts up. ``aligned``: the arguments in
+    ``DIVISIBLE`` are multiples of 16; else nothing is known of any address, size or stride. Triton makes other code of
+    each: loads of single elements take more registers than vectors.
 
     Raises ``MissingExtra`` without Triton, ``UnsupportedHere`` where the configuration isn't shipped for that arch.
     """
@@ -74,11 +80,15 @@ def compile_config(
     kernel = "sum_parts" if sums else config.kernel
     function = getattr(triton_kernels, kernel)
     constants = _sum_constants(config, epilogue) if sums else _constants(config, dtype, epilogue)
+    divisible = DIVISIBLE - {"K"} if kernel == "gemm_tma" else DIVISIBLE  # rows of 16 bytes are enough for it
+    if not aligned:
+        divisible = frozenset()
+        constants = {name: value for name, value in constants.items() if not name.startswith("stride_")}
     signature, attributes = {}, {}
     for at, name in enumerate(function.arg_names):
         kind = "constexpr" if name in constants else _kind(config, kernel, name, dtype, epilogue)
         signature[name] = kind
-        if kind != "constexpr" and name != "PROGRAMS":
+        if kind != "constexpr" and name in divisible:
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options: dict[str, Any] = {"enable_fp_fusion": True}

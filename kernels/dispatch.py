@@ -140,13 +140,15 @@ def choose(
     native: Collection[str] = (),
     residual_dtype: str | None = None,
     tuned_name: str | None = None,
+    vectors: bool = False,
 ) -> Choice:
     """The implementation of ``spec`` on a device of this compute capability (None: the CPU).
 
     ``dense``: ``a`` is (M, K) and ``b`` (N, K) transposed, both dense. ``tma_layout``: so, and both at addresses of a
     multiple of 16; of a convolution, its weights are. ``native``: the kernels of the compiled library, CUTLASS's and
     ``HAND_WRITTEN``. ``residual_dtype``: None for that of the output. ``tuned_name``:
-    what the tuner found for this problem.
+    what the tuner found for this problem. ``vectors``: of each operand one stride is 1, the others and the address are
+    multiples of 16; see ``in_vectors``.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
@@ -175,6 +177,7 @@ def choose(
             reason = f"Triton, which takes a convolution whole, is not installed; its patches by {product}"
             return Choice(config=HAND_WRITTEN["im2col"], reason=reason)
         large = spec.gemm.m >= 4096 and spec.gemm.n >= 64 and spec.in_dtype != "fp32"
+        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # else a large tile spills
         name = "conv2d_128x64" if large else "conv2d_64x64"
         return Choice(config=get(name), reason=f"{spec.gemm.m} output pixels x {spec.c_out} channels on sm_{arch}")
     compiled = [config for config in usable if isinstance(config, NativeConfig)]
@@ -188,8 +191,11 @@ def choose(
         return Choice(config=get("gemm_16x64_split"), reason=f"M = {spec.m} <= {SMALL_M}: K is split over the chip")
     if min(spec.m, spec.n) < 128:
         return Choice(config=get("gemm_64x64"), reason="M or N is below 128")
-    if "gemm_tma_128x128" in by_name and arch in TMA_ARCHS:
+    if "gemm_tma_128x128" in by_name and arch in TMA_ARCHS and spec.n % 16 == 0:
         return Choice(config=get("gemm_tma_128x128"), reason=f"sm_{arch}, dense operands with rows of 16 bytes")
+    if spec.n % 16 or spec.k % 16 or not (vectors or tma_layout):
+        odd = "N, K, a stride or an address is no multiple of 16"
+        return Choice(config=get("gemm_64x64"), reason=f"{odd}: a larger tile spills its registers")
     return Choice(config=get("gemm_128x128"), reason=f"sm_{arch}, M and N of at least 128")
 
 
@@ -227,6 +233,7 @@ def why(
     native: Collection[str] | None = None,
     residual_dtype: str | None = None,
     tuned_name: str | None = None,
+    vectors: bool = False,
 ) -> str:
     """One sentence: what would run and why; the arguments are those of ``choose``.
 
@@ -246,6 +253,7 @@ def why(
         native=native,
         residual_dtype=residual_dtype,
         tuned_name=tuned_name,
+        vectors=vectors,
     )
     return str(choice)
 
@@ -346,7 +354,7 @@ def choose_quantize(
         return Choice(config=None, reason=f"compute capability {capability[0]}.{capability[1]} is below 8.0")
     converts = dtype != "fp8_e4m3" or arch >= FIRST_FP8
     if triton_installed and converts:
-        return Choice(config=get("quantize_1024"), reason=f"a program a row on sm_{arch}")
+        return Choice(config=get("quantize_8192"), reason=f"a program a row on sm_{arch}")
     lacking = "Triton is not installed" if converts else f"sm_{arch} has no fp8 conversion; they begin with sm_89"
     if "quantize_rowwise" in native:
         return Choice(config=HAND_WRITTEN["quantize_rowwise"], reason=f"{lacking}; the compiled library has its own")
@@ -390,6 +398,7 @@ def choose_for(
         native=frozenset(native_names(capability)),
         residual_dtype=None if residual is None else NAMES[residual.dtype],
         tuned_name=_tuned_name(spec, a.device),
+        vectors=in_vectors(a, b),
     )
 
 
@@ -415,6 +424,14 @@ def is_tma_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     if b.dim() == 4:  # its patches are memory of their own, and so are weights that have to be made dense
         return not b.is_contiguous() or b.data_ptr() % 16 == 0
     return is_dense(a, b) and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
+
+
+def in_vectors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether Triton can load ``a`` and ``b`` in vectors; image and weights are made dense where they aren't."""
+    if b.dim() == 4:
+        return all(not t.is_contiguous() or t.data_ptr() % 16 == 0 for t in (a, b))
+    along = all(1 in t.stride() and all(stride == 1 or stride % 16 == 0 for stride in t.stride()) for t in (a, b))
+    return along and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
 
 
 @cache

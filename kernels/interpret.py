@@ -26,7 +26,7 @@ from accel.kernels.configs import CONFIGS, get
 from accel.kernels.reference import QMAX, TORCH_DTYPES
 from accel.kernels.spec import ACTS, BYTES, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.triton_launch import geometry as conv_constants
-from accel.kernels.triton_launch import run_conv2d, run_gemm, run_quantize
+from accel.kernels.triton_launch import row_config, run_conv2d, run_gemm, run_quantize
 
 ACT = dict(zip(("fp16", "bf16", "int8", "fp8_e4m3", "fp32"), ACTS, strict=True))
 
@@ -134,15 +134,15 @@ def conv(kernels: Any, name: str, dtype: str, act: str, geometry: dict[str, Any]
     return reference.error_over_bound(got, exact, torch.full_like(exact, 1e-4 * float(exact.abs().max())))
 
 
-def quantize(kernels: Any, source: str, dtype: str) -> float:
-    x = random(torch.Generator().manual_seed(4), source, 5, 2100) * 10
-    x[1], x[2, 7] = 0, float("nan")
+def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
+    x = random(torch.Generator().manual_seed(4), source, 5, columns) * 10
+    x[1], x[2, 7], x[3, -1] = 0, float("nan"), 100
     if dtype == "int8":
         q, scale = run_quantize(x, dtype, kernels)
     else:  # the interpreter's float8 conversion loses carries: the quotients come out in fp32 and torch rounds them
         wide, scale = torch.empty(x.shape), torch.empty(x.shape[0])
-        sizes = (x.shape[1], *x.stride())
-        kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=1024)
+        sizes, block = (columns, *x.stride()), row_config(columns, dtype).block_k(dtype)
+        kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=block)
         q = wide.to(TORCH_DTYPES[dtype])
     right_q, right_scale = reference.quantize_rowwise_torch(x, dtype)
     same = torch.equal(q.float().nan_to_num(), right_q.float().nan_to_num())
@@ -251,7 +251,8 @@ def cases(kernels: Any) -> dict[str, Any]:
             found[name] = (plugin_conv, (dtype, given, geometry))
     for source in ("fp16", "bf16", "fp32"):
         for dtype in ("int8", "fp8_e4m3"):
-            found[f"quantize {source} {dtype}"] = (quantize, (kernels, source, dtype))
+            for columns in (37, 2100, 9000):  # the last has more than is kept of a row
+                found[f"quantize {source} {dtype} {columns}"] = (quantize, (kernels, source, dtype, columns))
     return found
 
 

@@ -184,15 +184,28 @@ def conv2d(
 
 
 @triton.jit
+def store_quotients(v, scale, q, at, K, QMAX: tl.constexpr, INTEGER: tl.constexpr):
+    r = tl.math.div_rn(v, tl.zeros_like(v) + scale)
+    if INTEGER:
+        r = tl.where(r != r, 0.0, tl.minimum(tl.maximum(r, -QMAX), QMAX))
+        r = (r + 12582912.0) - 12582912.0  # 1.5 * 2**23: the fp32 sum rounds to the nearest even integer
+    else:
+        r = tl.where(r != r, r, tl.minimum(tl.maximum(r, -QMAX), QMAX))
+    tl.store(q + at, r.to(q.dtype.element_ty), mask=at < K)
+
+
+@triton.jit
 def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr):
-    """One row a program: its largest magnitude, then its quotients. A NaN in the row makes the scale NaN."""
+    """One row a program: its largest magnitude, then its quotients. A NaN in the row makes the scale NaN. The first BK
+    elements stay in registers; only what a longer row has after them is read twice."""
     row = tl.program_id(0).to(tl.int64)
     steps = tl.arange(0, BK)
-    largest = tl.zeros((BK,), dtype=tl.float32)
-    nans = tl.zeros((BK,), dtype=tl.int32)
-    for k in range(0, K, BK):
-        v = tl.load(x + row * stride_m + (k + steps).to(tl.int64) * stride_k, mask=k + steps < K, other=0.0)
-        v = v.to(tl.float32)
+    start = x + row * stride_m
+    first = tl.load(start + steps.to(tl.int64) * stride_k, mask=steps < K, other=0.0).to(tl.float32)
+    nans = (first != first).to(tl.int32)
+    largest = tl.where(first != first, 0.0, tl.abs(first))
+    for k in range(BK, K, BK):
+        v = tl.load(start + (k + steps).to(tl.int64) * stride_k, mask=k + steps < K, other=0.0).to(tl.float32)
         nans = nans | (v != v).to(tl.int32)
         largest = tl.maximum(largest, tl.where(v != v, 0.0, tl.abs(v)))
     top = tl.max(largest, axis=0)
@@ -200,12 +213,7 @@ def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, IN
     scale = tl.where(top == 0.0, 1.0, scale)
     scale = tl.where(tl.max(nans, axis=0) > 0, float("nan"), scale)
     tl.store(scales + row, scale)
-    for k in range(0, K, BK):
-        v = tl.load(x + row * stride_m + (k + steps).to(tl.int64) * stride_k, mask=k + steps < K, other=0.0)
-        r = tl.math.div_rn(v.to(tl.float32), tl.zeros((BK,), dtype=tl.float32) + scale)
-        if INTEGER:
-            r = tl.where(r != r, 0.0, tl.minimum(tl.maximum(r, -QMAX), QMAX))
-            r = (r + 12582912.0) - 12582912.0  # 1.5 * 2**23: the fp32 sum rounds to the nearest even integer
-        else:
-            r = tl.where(r != r, r, tl.minimum(tl.maximum(r, -QMAX), QMAX))
-        tl.store(q + row * K + k + steps, r.to(q.dtype.element_ty), mask=k + steps < K)
+    store_quotients(first, scale, q + row * K, steps, K, QMAX, INTEGER)
+    for k in range(BK, K, BK):
+        again = tl.load(start + (k + steps).to(tl.int64) * stride_k, mask=k + steps < K, other=0.0).to(tl.float32)
+        store_quotients(again, scale, q + row * K, k + steps, K, QMAX, INTEGER)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from accel.kernels.configs import Config, get
 from accel.kernels.reference import QMAX, TORCH_DTYPES
-from accel.kernels.spec import ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
 
 GROUP = 8  # rows of tiles that are walked together
 PARTS_TILE = {"BM": 16, "BN": 64}  # in which the parts of a split K are summed
@@ -116,12 +117,20 @@ def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tenso
     """Row-wise quantization: values in ``dtype`` and fp32 scales."""
     q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    block = get("quantize_1024").block_k(dtype)
-    integer = dtype == "int8"
+    config = row_config(x.shape[1], dtype)
+    constants: dict[str, Any] = {"QMAX": QMAX[dtype], "INTEGER": dtype == "int8", "BK": config.block_k(dtype)}
     kernels.quantize_rowwise[(x.shape[0],)](
-        x, q, scale, x.shape[1], *x.stride(), QMAX=QMAX[dtype], INTEGER=integer, BK=block
+        x, q, scale, x.shape[1], *x.stride(), **constants, num_warps=config.warps, num_stages=config.stages
     )
     return q, scale
+
+
+def row_config(columns: int, dtype: str) -> Config:
+    """The configuration in a block that holds a row in registers, of 1024 elements up to what is shipped: 16 a thread
+    at most."""
+    largest = get("quantize_8192")
+    block = min(max(1 << (columns - 1).bit_length(), 1024), largest.block_k(dtype))
+    return replace(largest, block_k_bytes=block * BYTES[dtype], warps=max(4, block // 512))
 
 
 def _give_scratch(device: torch.device) -> None:

@@ -130,9 +130,10 @@ def test_gemv(dtype: str, act: str, library: Library) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
-def test_quantize(source: torch.dtype, dtype: torch.dtype, library: Library) -> None:
-    """Exact: the same divisions, the same rounding."""
-    x = (torch.randn(67, 1500, generator=torch.Generator().manual_seed(0)) * 30).to(source)
+@pytest.mark.parametrize("columns", [1500, 9000])
+def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library: Library) -> None:
+    """Exact: the same divisions, the same rounding; Triton reads again what is after 8192 elements."""
+    x = (torch.randn(67, columns, generator=torch.Generator().manual_seed(0)) * 30).to(source)
     x[1], x[2, 7] = 0, float("nan")
     wanted_q, wanted_scale = reference.quantize_rowwise_torch(x, problem.dtype_name(dtype))
     there = x.cuda()
@@ -144,8 +145,8 @@ def test_quantize(source: torch.dtype, dtype: torch.dtype, library: Library) -> 
         problem.dtype_name(dtype),
         by_hand[1].data_ptr(),
         67,
-        1500,
-        1500,
+        columns,
+        columns,
         torch.cuda.current_stream().cuda_stream,
     )
     for q, scale in (quantize_rowwise(there, dtype), by_hand):

@@ -81,7 +81,7 @@ def test_rows_are_quantized_by_what_is_there() -> None:
     def chosen(dtype: str, capability: tuple[int, int] | None, triton: bool, native: list[str]) -> str:
         return str(dispatch.choose_quantize(dtype, capability, triton_installed=triton, native=native))
 
-    assert chosen("int8", (8, 0), True, EVERY) == "triton quantize_1024: a program a row on sm_80"
+    assert chosen("int8", (8, 0), True, EVERY) == "triton quantize_8192: a program a row on sm_80"
     assert chosen("int8", (8, 0), False, EVERY).startswith("cuda quantize_rowwise: Triton is not installed")
     assert chosen("fp8_e4m3", (8, 0), True, EVERY).startswith("cuda quantize_rowwise: sm_80 has no fp8 conversion")
     assert chosen("fp8_e4m3", (8, 9), True, EVERY).startswith("triton")

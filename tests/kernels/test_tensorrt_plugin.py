@@ -87,7 +87,7 @@ def test_shapes_and_launch_of_a_convolution(registered: dict[str, Any]) -> None:
     kernel, ptx, launch, scalars = registered[f"{name} kernel"](*inputs, (out,), 0)
     assert f".entry {kernel}(" in ptx
     assert scalars == [50, 70, 6, 9, 8, 5, 5]
-    assert (launch.grid_x, launch.block_x) == (1 * 2, 128)
+    assert (launch.grid_x, launch.block_x) == (1 * 2, 256)
 
 
 @pytest.mark.proof
@@ -189,4 +189,4 @@ def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
     kernel, ptx, launch, scalars = registered[f"{name} kernel"](*inputs, (out,), 0)
     assert f".entry {kernel}(" in ptx
     assert scalars == [150, 130, 96]
-    assert (launch.grid_x, launch.block_x) == (3 * 3, 128)
+    assert (launch.grid_x, launch.block_x) == (3 * 3, 256)

@@ -31,6 +31,7 @@ from accel.kernels.configs import ARCHS, CONFIGS, HAND_WRITTEN, SHARED_LIMIT, Co
 from accel.kernels.gemm import fused_gemm
 from accel.kernels.native import Library
 from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.triton_launch import row_config
 from accel.kernels.units import NATIVE, NativeConfig
 
 # Triton 3.9 says so although the option is given: its default is about to change.
@@ -78,6 +79,29 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
     assert any(not value <= 1 for value in found.values()), found
 
 
+@pytest.mark.proof
+def test_a_row_is_read_once(tmp_path: Path) -> None:
+    """Only what a row has after its first 8192 elements is read again: a wrong read there hurts no shorter row."""
+    text = SOURCE.read_text()
+    right = "again = tl.load(start + (k + steps)"
+    assert right in text
+    planted = tmp_path / "planted.py"
+    planted.write_text(text.replace(right, "again = tl.load(start + (k + steps - 1)"))
+    found = interpret.run(planted, "quantize fp16 int8")
+    assert set(found) == {f"quantize fp16 int8 {columns}" for columns in (37, 2100, 9000)}
+    assert [name for name, value in found.items() if value > 0] == ["quantize fp16 int8 9000"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "block", "warps"), [(1, 1024, 4), (1025, 2048, 4), (4096, 4096, 8), (8192, 8192, 16), (9000, 8192, 16)]
+)
+def test_a_row_is_held_in_as_many_registers_as_it_needs(columns: int, block: int, warps: int) -> None:
+    config = row_config(columns, "int8")
+    assert (config.block_k("int8"), config.warps) == (block, warps)
+    made = cross.compile_config(config, "int8", 90, epilogue=EpilogueSpec(out_dtype="fp32"), aligned=False)
+    assert (made.kernel, made.problem) == ("quantize_rowwise", "")
+
+
 def compiles(name: str, dtype: str, arch: int) -> None:
     made = cross.compile_config(get(name), dtype, arch)
     assert made.problem == ""
@@ -91,29 +115,44 @@ def test_one_configuration_an_architecture_compiles(arch: int) -> None:
     compiles("gemm_64x64", "fp16", arch)
 
 
+Wanted = tuple[str, str, int, bool]
+# What dispatch takes where nothing is a multiple of 16: the other tiles spill there.
+FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_8192")
+
+
+def wanted() -> Iterator[Wanted]:
+    """Every configuration with what dispatch wants of it; of those for any size the dtypes that differ, too."""
+    for config, dtype, arch in shipped():
+        yield config.name, dtype, arch, True
+        if config.name in FOR_ANY and dtype in ("fp16", "int8", "fp8_e4m3"):
+            yield config.name, dtype, arch, False
+
+
 @pytest.fixture(scope="module")
-def on_every_core(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, int], Future[cross.Compiled]]]:
-    """What the tests that were selected compile, by name, dtype and architecture: on all cores, in processes."""
-    wanted = [
-        (item.callspec.params["name"], item.callspec.params["dtype"], item.callspec.params["arch"])
+def on_every_core(request: pytest.FixtureRequest) -> Iterator[dict[Wanted, Future[cross.Compiled]]]:
+    """What the tests that were selected compile, by name, dtype, architecture and whether it is aligned: on all cores,
+    in processes."""
+    wanted: list[Wanted] = [
+        tuple(item.callspec.params[name] for name in ("name", "dtype", "arch", "aligned"))
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == "test_every_configuration_compiles"
     ]
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawned) as pool:
-        yield {key: pool.submit(cross.compile_config, get(key[0]), *key[1:]) for key in wanted}
+        yield {key: pool.submit(cross.compile_config, get(key[0]), *key[1:3], aligned=key[3]) for key in wanted}
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("name", "dtype", "arch"), [pytest.param(c.name, d, a, id=f"{c.name}-{d}-{a}") for c, d, a in shipped()]
+    ("name", "dtype", "arch", "aligned"),
+    [pytest.param(*key, id="-".join(map(str, key[:3])) + "-any" * (not key[3])) for key in wanted()],
 )
 def test_every_configuration_compiles(
-    name: str, dtype: str, arch: int, on_every_core: dict[tuple[str, str, int], Future[cross.Compiled]]
+    name: str, dtype: str, arch: int, aligned: bool, on_every_core: dict[Wanted, Future[cross.Compiled]]
 ) -> None:
-    made = on_every_core[name, dtype, arch].result()
+    made = on_every_core[name, dtype, arch, aligned].result()
     assert (made.config, made.dtype, made.arch) == (name, dtype, arch)
     assert made.problem == ""
     assert made.shared <= SHARED_LIMIT[arch]
@@ -137,9 +176,22 @@ def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
     assert made.problem == ""
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("gemm_64x64", "int8"), ("gemm_16x64_split", "fp8_e4m3")])
+def test_small_tiles_take_any_size_without_spills(name: str, dtype: str) -> None:
+    """Fails with four warps."""
+    assert cross.compile_config(get(name), dtype, 90, aligned=False).problem == ""
+    assert "spilled" in cross.compile_config(replace(get(name), warps=4), dtype, 90, aligned=False).problem
+
+
+def test_a_large_tile_spills_without_vectors() -> None:
+    """What is found here is why dispatch doesn't take it; once it doesn't spill, dispatch may."""
+    assert "spilled" in cross.compile_config(get("gemm_128x128"), "fp16", 90, aligned=False).problem
+
+
+@pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("dtype", "arch"), [("fp16", 80), ("int8", 90), ("bf16", 120)])
-def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int) -> None:
-    made = cross.compile_config(get("gemm_16x64_split"), dtype, arch, sums=True)
+def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> None:
+    made = cross.compile_config(get("gemm_16x64_split"), dtype, arch, sums=True, aligned=aligned)
     assert (made.kernel, made.instruction, made.problem) == ("sum_parts", "", "")
     assert made.registers > 0
 
@@ -207,6 +259,7 @@ KINDS = ("triton", "cutlass", "cuda")
         [None, (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
     ),
     tma=st.booleans(),
+    vectors=st.booleans(),
     native=st.sampled_from([(), tuple(NATIVE), tuple(name for name in NATIVE if name.startswith("sm80"))]),
     triton=st.booleans(),
 )
@@ -217,6 +270,7 @@ def test_dispatch_takes_only_what_is_shipped(
     dtype: str,
     capability: tuple[int, int] | None,
     tma: bool,
+    vectors: bool,
     native: tuple[str, ...],
     triton: bool,
 ) -> None:
@@ -226,7 +280,8 @@ def test_dispatch_takes_only_what_is_shipped(
     conv = ConvSpec(images=1, height=m, width=1, c_in=k, c_out=n, kernel=(1, 1), in_dtype=dtype)
     arch = dispatch.family(capability) if capability else None
     for problem in (spec, conv):
-        choice = dispatch.choose(problem, capability, tma_layout=tma, native=native, triton_installed=triton)
+        given = {"tma_layout": tma, "vectors": vectors, "triton_installed": triton}
+        choice = dispatch.choose(problem, capability, native=native, **given)
         assert choice.reason
         if choice.config is None:
             assert arch is None or (dtype == "fp8_e4m3" and arch < 89) or not triton
@@ -243,7 +298,47 @@ def test_dispatch_takes_only_what_is_shipped(
             assert triton
             assert arch is not None
             assert choice.config.supports(dtype, arch)
-            assert "tma" not in choice.config.name or tma
+            if "tma" in choice.config.name:
+                assert tma
+                assert n % 16 == k * BYTES[dtype] % 16 == 0
+            elif choice.config.name not in FOR_ANY:
+                assert n % 16 == k % 16 == 0
+                assert vectors or (tma and problem is spec)
+
+
+def test_large_tiles_are_for_what_is_loaded_in_vectors() -> None:
+    def chosen(spec: GemmSpec | ConvSpec, major: int = 8, **given: bool) -> str:
+        config = dispatch.choose(spec, (major, 0), **given).config
+        return config.name if config else ""
+
+    even = GemmSpec(m=4097, n=1008, k=2048)
+    assert chosen(even, vectors=True) == chosen(even, tma_layout=True) == "gemm_128x128", "rows may be any number"
+    assert chosen(even, 9, vectors=True, tma_layout=True) == "gemm_tma_128x128"
+    assert chosen(replace(even, k=1032), 9, tma_layout=True) == "gemm_tma_128x128", "rows of 16 bytes"
+    assert chosen(replace(even, k=1032), 8, tma_layout=True) == "gemm_64x64"
+    assert chosen(replace(even, n=1000), 9, tma_layout=True) == "gemm_64x64"
+    assert chosen(replace(even, k=1023), 9, vectors=True) == "gemm_64x64"
+    assert chosen(even) == "gemm_64x64", "of strides that are not known"
+    assert chosen(replace(even, m=16, n=1001)) == "gemm_16x64_split"
+    conv = ConvSpec(images=8, height=56, width=57, c_in=64, c_out=128, kernel=(3, 3))
+    assert chosen(conv, vectors=True) == "conv2d_128x64"
+    for odd in (replace(conv, c_in=63), replace(conv, c_out=100)):
+        assert chosen(odd, vectors=True) == "conv2d_64x64"
+    assert chosen(conv, tma_layout=True) == "conv2d_64x64", "the image's address is not known"
+
+
+def test_what_can_be_loaded_in_vectors() -> None:
+    a, b = torch.zeros(64, 48), torch.zeros(48, 80)
+    assert dispatch.in_vectors(a, b)
+    assert dispatch.in_vectors(a, torch.zeros(80, 48).t())
+    assert dispatch.in_vectors(torch.zeros(48, 64).t()[:7], b)
+    assert not dispatch.in_vectors(torch.zeros(64, 49)[:, :48], b), "rows begin anywhere"
+    assert not dispatch.in_vectors(torch.zeros(64, 48 * 16)[:, ::16], b), "no two elements are neighbours"
+    assert not dispatch.in_vectors(a, torch.zeros(48 * 80 + 1)[1:].view(48, 80)), "an address of 4 bytes more"
+    image, weight = torch.zeros(2, 9, 9, 16), torch.zeros(32, 3, 3, 16)
+    assert dispatch.in_vectors(image, weight)
+    assert dispatch.in_vectors(torch.zeros(2, 9, 9, 17)[..., 1:], weight), "is made dense"
+    assert not dispatch.in_vectors(torch.zeros(image.numel() + 1)[1:].view(image.shape), weight)
 
 
 def test_a_residual_of_another_dtype_is_never_rounded() -> None:
@@ -289,6 +384,9 @@ def test_why_says_why() -> None:
     assert dispatch.why(spec, (9, 0), tma_layout=True, native=()).startswith("triton gemm_tma_128x128: sm_90")
     compiled = dispatch.why(spec, (9, 0), tma_layout=True, native=list(NATIVE))
     assert compiled == "cutlass sm90_fp16_cooperative_128x256: 512 tiles of 128x256, not tuned"
+    odd = dispatch.why(replace(spec, n=4095), (9, 0), tma_layout=True, native=())
+    assert odd.startswith("triton gemm_64x64: N, K, a stride or an address is no multiple of 16")
+    assert "gemm_128x128" in dispatch.why(spec, (9, 0), vectors=True, native=())
     few = dispatch.why(GemmSpec(m=64, n=512, k=64), (9, 0), tma_layout=True, native=list(NATIVE))
     assert few.startswith("cutlass sm90_fp16_swapped_64x16: 32 tiles")
     assert "M = 1 <= 16" in dispatch.why(GemmSpec(m=1, n=64, k=64), (8, 0), native=())
