@@ -14,6 +14,7 @@ from accel.artifact import Artifact
 from accel.converters import onnx_write
 from accel.converters.onnx_names import rename_values
 from accel.converters.onnx_write import write_onnx
+from accel.converters.torch_experts import every_expert
 from accel.errors import ExportFailed
 from accel.sources.onnx_weights import read_detached
 
@@ -45,7 +46,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     )
     outputs = _output_names(src)
     module = named(src)
-    with torch.no_grad(), _exact_constants():
+    with torch.no_grad(), _exact_constants(), every_expert():
         program = torch.onnx.export(
             module,
             example(src),
@@ -154,7 +155,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
         for name, spec in zip((*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True)
     }
     module, tensors = named(src), example(src)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), every_expert(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter traces no TorchScript inside another module, and takes one as it is, branches and all.
             module = torch.jit.trace(module, tensors, check_trace=False)

@@ -33,7 +33,8 @@ _ANY_SIZE, _DECLARED = 2**13, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a spec led to: the module, what is known of its inputs, and the files it was read from."""
+    """What a spec led to: the module, what is known of its inputs, and the files it was read from. ``forms``: what it
+    may be called with, where that is for PyTorch to tell; ``example``: how its inputs may be declared."""
 
     module: torch.nn.Module
     path: Path
@@ -42,6 +43,8 @@ class Found:
     outputs: tuple[str, ...] = ()
     dims: Mapping[str, DimRange] | None = None
     checkpoint: Checkpoint | None = None
+    forms: tuple[Signature, ...] = ()
+    example: tuple[str, ...] = ()
 
 
 def open_torch(
@@ -61,6 +64,12 @@ def open_torch(
     """
     found = _find(spec, weights)
     given = parse_inputs(inputs) if inputs else ()
+    ranges = parse_dims(dims or {})
+    if found.forms:
+        from accel.sources.transformers_inputs import that_runs
+
+        form = found.forms[0] if given else that_runs(found.module, found.forms, ranges)
+        found = replace(found, inputs=form.inputs, dims=form.dims)
     specs = given or found.inputs
     if not specs and like is not None:
         other = like()
@@ -68,9 +77,9 @@ def open_torch(
         found = replace(found, dims=other.dims)
     if not specs:
         parameters = _forward_parameters(found.module)
-        example = f"{parameters[0] if parameters else 'x'}:float32[batch,3,224,224]"
-        raise BadInputSpec(f"{spec} doesn't say what it takes; pass --input for each input, e.g. --input {example}")
-    ranges = parse_dims(dims or {})
+        examples = found.example or (f"{parameters[0] if parameters else 'x'}:float32[batch,3,224,224]",)
+        words = " ".join(f"--input {example}" for example in examples)
+        raise BadInputSpec(f"{spec} doesn't say what it takes; pass --input for each input, e.g. {words}")
     declared = dict(found.dims or {})
     bare = Signature(specs)
     unknown = [d for d in ranges if d not in bare.dims]
