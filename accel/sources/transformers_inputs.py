@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources.declare import input_example
 from accel.sources.output_specs import farthest, probe_cases
 from accel.sources.torch_call import NamedModule, run_named
 
@@ -21,17 +22,6 @@ _BATCH = DimRange(1, 1, 8)
 # Seconds of sound at 16 kHz.
 _SAMPLES = DimRange(8000, 16000, 80000)
 _FRAMES = DimRange(32, 128, 1024)
-
-# How an input that a user has to declare can look.
-_EXAMPLES = {
-    "input_ids": "int64[batch,sequence]",
-    "attention_mask": "int64[batch,sequence]",
-    "decoder_input_ids": "int64[batch,decoder_sequence]",
-    "input_values": "float32[batch,samples]",
-    "input_features": "float32[batch,80,3000]",
-    "pixel_values": "float32[batch,3,224,224]",
-    "past_values": "float32[batch,64]",
-}
 
 
 def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
@@ -91,11 +81,13 @@ def _reach(module: Any, form: Signature, dim: str, bounds: DimRange) -> DimRange
     def runs(size: int) -> bool:
         return _runs(module, form, form.sizes(**{dim: size}))
 
+    ends = {end: runs(end) for end in (bounds.max, bounds.min)}
+    if all(ends.values()):
+        return bounds
     good = next((size for size in (bounds.opt, bounds.opt // 2, bounds.min) if size and runs(size)), 0)
     if not good:
         return bounds
-    high = bounds.max if runs(bounds.max) else farthest(runs, good, bounds.max)
-    low = bounds.min if runs(bounds.min) else farthest(runs, good, bounds.min)
+    high, low = (end if ends[end] else farthest(runs, good, end) for end in (bounds.max, bounds.min))
     return replace(bounds, min=low, opt=min(max(bounds.opt, low), high), max=high)
 
 
@@ -119,7 +111,7 @@ def example(module: Any) -> tuple[str, ...]:
         names |= dict.fromkeys(n for n in several if n in parameters)
     if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         names |= {"decoder_input_ids": None}
-    return tuple(f"{name}:{_EXAMPLES.get(name, 'float32[batch,sequence]')}" for name in names)
+    return tuple(map(input_example, names))
 
 
 def _sees(config: Any, takes: Container[str]) -> bool:
@@ -211,7 +203,9 @@ def _decoder(config: Any) -> Signature:
 
 
 def _images(config: Any, folder: Path) -> Signature | None:
-    size = _size(_part(config, "image_size")) or _size(_whole(config, "input_size")) or _preprocessed_size(folder)
+    backbone = getattr(config, "backbone_config", None)
+    told = (_part(config, "image_size"), _whole(config, "input_size"), _preprocessed_size(folder))
+    size = next((found for one in (*told, getattr(backbone, "image_size", None)) if (found := _size(one))), None)
     if size is None:
         return None
     channels = _part(config, "num_channels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,15 @@ def save(folder: Path, kind: str, **config: Any) -> Path:
             {},
         ),
         (
+            "UperNetForSemanticSegmentation",
+            {"backbone_config": transformers.SwinConfig(
+                embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=16, window_size=2,
+                out_features=["stage1", "stage2"]), "hidden_size": 8, "auxiliary_in_channels": 8, "pool_scales": [1],
+             "use_auxiliary_head": False},
+            ["pixel_values:float32[batch,3,16,16]"],
+            {},
+        ),
+        (
             "PatchTSTModel",
             {"context_length": 16, "num_input_channels": 2, "patch_length": 4, "patch_stride": 4, "d_model": 8,
              "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 8},
@@ -157,6 +167,22 @@ def test_what_isnt_told_is_asked_for(tmp_path: Path) -> None:
         open_source(folder)
     for words in ("input_ids:int64[batch,sequence]", "input_features:float32"):
         assert f"--input {words}" in str(raised.value)
+
+
+def test_an_own_model_is_asked_for_all_it_needs(tmp_path: Path) -> None:
+    """Fails if one of several inputs is left out of the example, or one with a default is in it."""
+    code = """
+        import torch
+        class Net(torch.nn.Module):
+            def forward(self, input_ids, attention_mask, labels=None, **more):
+                return input_ids * attention_mask
+        make = Net
+    """
+    (tmp_path / "net.py").write_text(textwrap.dedent(code))
+    with pytest.raises(BadInputSpec) as raised:
+        open_source(f"{tmp_path / 'net.py'}:make")
+    asked = "--input input_ids:int64[batch,sequence] --input attention_mask:int64[batch,sequence]"
+    assert str(raised.value).endswith(f"e.g. {asked}")
 
 
 def test_a_range_that_is_given_stays(tmp_path: Path) -> None:
