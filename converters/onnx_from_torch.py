@@ -18,6 +18,7 @@ from accel.converters.torch_exporters import dynamo, example, legacy, named
 from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
 from accel.sources.onnx_file import describe, external_files, read_proto
+from accel.sources.output_specs import farthest
 from accel.stage import GateResult, StageConfig, check_contract
 from accel.stage_table import Stage, get_stage
 from accel.verify.gates import OutputGate, worst_result
@@ -142,12 +143,11 @@ def _too_far(src: Artifact) -> str:
     for dim, bounds in src.signature.dims.items():
         for end in (bounds.max, bounds.min):
             if reason := _fails(src, {**usual, dim: end}):
-                good, bad = bounds.opt // bounds.step, end // bounds.step
-                while abs(bad - good) > 1:
-                    middle = (good + bad) // 2
-                    fails = _fails(src, {**usual, dim: middle * bounds.step})
-                    good, bad = (good, middle) if fails else (middle, bad)
-                last = good * bounds.step
+
+                def runs_at(steps: int, dim: str = dim, step: int = bounds.step) -> bool:
+                    return not _fails(src, {**usual, dim: steps * step})
+
+                last = farthest(runs_at, bounds.opt // bounds.step, end // bounds.step) * bounds.step
                 runs, most = (
                     (replace(bounds, max=last), "at most")
                     if end == bounds.max

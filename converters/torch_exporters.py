@@ -14,6 +14,7 @@ from accel.artifact import Artifact
 from accel.converters import onnx_write
 from accel.converters.onnx_names import rename_values
 from accel.converters.onnx_write import write_onnx
+from accel.converters.torch_experts import every_expert
 from accel.errors import ExportFailed
 from accel.sources.onnx_weights import read_detached
 
@@ -45,7 +46,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     )
     outputs = _output_names(src)
     module = named(src)
-    with torch.no_grad(), _exact_constants():
+    with torch.no_grad(), _exact_constants(), every_expert(), _lengths_of_tensors(module):
         program = torch.onnx.export(
             module,
             example(src),
@@ -86,6 +87,27 @@ def _exact_constants() -> Iterator[None]:
     finally:
         for value, (relative, absolute) in zip(constants, before, strict=True):
             value._rel_tol, value._abs_tol = relative, absolute
+
+
+@contextlib.contextmanager
+def _lengths_of_tensors(module: Any) -> Iterator[None]:
+    """In the code of ``module``'s parts ``len(x)`` of a tensor is ``x.shape[0]``: Python's own has to be a number, and
+    the exporters would write down that of the example."""
+    import torch
+
+    def length(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
+
+    places = {type(part).__module__ for part in module.modules()}
+    spaces = [vars(sys.modules[name]) for name in places if name in sys.modules and name.partition(".")[0] != "torch"]
+    spaces = [space for space in spaces if "len" not in space]
+    for space in spaces:
+        space["len"] = length
+    try:
+        yield
+    finally:
+        for space in spaces:
+            del space["len"]
 
 
 @contextlib.contextmanager
@@ -154,13 +176,14 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
         for name, spec in zip((*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True)
     }
     module, tensors = named(src), example(src)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), every_expert(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter traces no TorchScript inside another module, and takes one as it is, branches and all.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
         stack.enter_context(_native_streams_aside())
+        stack.enter_context(_lengths_of_tensors(module))
         exported = stack.enter_context(_apart(out))
         torch.onnx.export(
             module,

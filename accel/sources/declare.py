@@ -17,6 +17,23 @@ Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Se
 Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 
 
+# How inputs of these names mostly look.
+_USUAL = {
+    "input_ids": "int64[batch,sequence]",
+    "attention_mask": "int64[batch,sequence]",
+    "token_type_ids": "int64[batch,sequence]",
+    "decoder_input_ids": "int64[batch,decoder_sequence]",
+    "input_values": "float32[batch,samples]",
+    "input_features": "float32[batch,80,3000]",
+    "past_values": "float32[batch,64]",
+}
+
+
+def input_example(name: str) -> str:
+    """How the input called ``name`` may be declared, for a message."""
+    return f"{name}:{_USUAL.get(name, 'float32[batch,3,224,224]')}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
     """Inputs, output names, ranges of the dynamic dims, and the files the weights are read from."""

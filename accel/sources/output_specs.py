@@ -40,6 +40,14 @@ def same_output(one: np.ndarray, other: np.ndarray) -> bool:
     return np.array_equal(one, other)
 
 
+def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
+    """The size nearest to ``bad``, at which a model doesn't run, at which it does, as it does at ``good``."""
+    while abs(bad - good) > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if runs(middle) else (good, middle)
+    return good
+
+
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     """What to add to the message about a model whose ``run`` raises at a size of ``signature``: the ranges to pass with
     the smallest step at whose multiples it doesn't, for those dims that can't go without. Empty where no such step is

@@ -17,7 +17,7 @@ from accel.artifact import Artifact, combined_sha256, file_sha256, text_sha256
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.checkpoint import Checkpoint, detect
-from accel.sources.declare import Declaration, Dims, Inputs, parse_dims, parse_inputs
+from accel.sources.declare import Declaration, Dims, Inputs, input_example, parse_dims, parse_inputs
 from accel.sources.python_object import load_object, raised
 from accel.sources.torch_call import discover_outputs, flatten, in_training, script_parameters
 from accel.sources.unpickle import refuse_bomb
@@ -33,7 +33,8 @@ _ANY_SIZE, _DECLARED = 2**13, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a spec led to: the module, what is known of its inputs, and the files it was read from."""
+    """What a spec led to: the module, what is known of its inputs, and the files it was read from. ``forms``: what it
+    may be called with, where that is for PyTorch to tell; ``example``: how its inputs may be declared."""
 
     module: torch.nn.Module
     path: Path
@@ -42,6 +43,8 @@ class Found:
     outputs: tuple[str, ...] = ()
     dims: Mapping[str, DimRange] | None = None
     checkpoint: Checkpoint | None = None
+    forms: tuple[Signature, ...] = ()
+    example: tuple[str, ...] = ()
 
 
 def open_torch(
@@ -61,16 +64,21 @@ def open_torch(
     """
     found = _find(spec, weights)
     given = parse_inputs(inputs) if inputs else ()
+    ranges = parse_dims(dims or {})
+    if found.forms:
+        from accel.sources.transformers_inputs import that_runs
+
+        form = found.forms[0] if given else that_runs(found.module, found.forms, ranges)
+        found = replace(found, inputs=form.inputs, dims=form.dims)
     specs = given or found.inputs
     if not specs and like is not None:
         other = like()
         specs = given = other.inputs
         found = replace(found, dims=other.dims)
     if not specs:
-        parameters = _forward_parameters(found.module)
-        example = f"{parameters[0] if parameters else 'x'}:float32[batch,3,224,224]"
-        raise BadInputSpec(f"{spec} doesn't say what it takes; pass --input for each input, e.g. --input {example}")
-    ranges = parse_dims(dims or {})
+        examples = found.example or tuple(map(input_example, _required_parameters(found.module) or ["x"]))
+        words = " ".join(f"--input {example}" for example in examples)
+        raise BadInputSpec(f"{spec} doesn't say what it takes; pass --input for each input, e.g. {words}")
     declared = dict(found.dims or {})
     bare = Signature(specs)
     unknown = [d for d in ranges if d not in bare.dims]
@@ -246,6 +254,17 @@ def _forward_parameters(module: torch.nn.Module) -> list[str]:
     if isinstance(module, torch.jit.ScriptModule):
         return script_parameters(module)
     return [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
+def _required_parameters(module: torch.nn.Module) -> list[str]:
+    """Names of what ``forward`` can't be called without; the first of what it takes where all have defaults."""
+    names = _forward_parameters(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return names
+    parameters = inspect.signature(module.forward).parameters
+    needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [n for n in names if parameters[n].default is inspect.Parameter.empty and parameters[n].kind in needed]
+    return required or names[:1]
 
 
 def call_factory(factory: Callable[[], Any], spec: str) -> Any:

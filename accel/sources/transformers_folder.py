@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadSource, InvalidModel, MissingExtra, one_line
-from accel.signature import DimRange, TensorSpec
 from accel.sources.torch_source import Found
+from accel.sources.transformers_inputs import example, forms
 
 
 def open_folder(folder: Path) -> Found:
@@ -38,39 +38,7 @@ def open_folder(folder: Path) -> Found:
     except Exception as error:
         reason = one_line(error, 200)
         raise InvalidModel(f"transformers can't load {folder} as {kind.__name__}: {reason}") from error
-    inputs, dims = _inputs(module)
     index = folder / "model.safetensors.index.json"
     files = (*weights, *([index] if index.is_file() else []), config_file)
-    return Found(module=module, path=config_file, files=files, inputs=inputs, dims=dims)
-
-
-def _inputs(module: Any) -> tuple[tuple[TensorSpec, ...], dict[str, DimRange]]:
-    """What the model takes, from its config; nothing where that doesn't tell (the user then passes --input)."""
-    config = module.config
-    if module.main_input_name == "input_ids" and getattr(config, "vocab_size", None):
-        shape = ("batch", "sequence")
-        last = int(config.vocab_size) - 1
-        specs = [TensorSpec("input_ids", "int64", shape, (0, last)), TensorSpec("attention_mask", "int64", shape)]
-        if getattr(config, "type_vocab_size", 0) > 1:
-            specs.append(TensorSpec("token_type_ids", "int64", shape, (0, int(config.type_vocab_size) - 1)))
-        longest = int(getattr(config, "max_position_embeddings", 512))
-        if getattr(config, "pad_token_id", None) and config.model_type in (
-            "roberta",
-            "xlm-roberta",
-            "camembert",
-            "mpnet",
-        ):
-            longest -= int(config.pad_token_id) + 1  # these count positions from the padding index on
-        longest = min(longest, 512)
-        return tuple(specs), {
-            "batch": DimRange(1, 1, 8),
-            "sequence": DimRange(min(8, longest), min(128, longest), longest),
-        }
-    size = getattr(config, "image_size", None)
-    if module.main_input_name == "pixel_values" and size:
-        height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-        channels = int(getattr(config, "num_channels", 3))
-        return (TensorSpec("pixel_values", "float32", ("batch", channels, height, width)),), {
-            "batch": DimRange(1, 1, 8)
-        }
-    return (), {}
+    found = forms(module, folder)
+    return Found(module=module, path=config_file, files=files, forms=found, example=example(module))

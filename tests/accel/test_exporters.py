@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 import accel
 from accel.converters import onnx_from_torch as stage
+from accel.sources import open_source
 from accel.sources.python_object import load_object
+from accel.sources.torch_source import module_of
 
 SMALL_NUMBERS = """
 import torch
@@ -235,3 +238,31 @@ def test_a_packed_sequence_that_no_exporter_does(
     assert "pack_padded_sequence" in ran.stderr
     assert "take its outputs by the lengths or a mask" in ran.stderr
     assert "one size instead of a dynamic one" not in ran.stderr
+
+
+LENGTHS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = torch.nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x):
+        queries = self.query.tile([len(x), 1, 1])
+        return (x.unsqueeze(1) * queries).reshape(len(x), -1)
+
+def make():
+    torch.manual_seed(0)
+    return Net()
+"""
+
+
+@pytest.mark.parametrize("rung", ["dynamo", "legacy"])
+def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
+    """Fails if len(x) is written down as the batch of the example, or if what stood in for it stays."""
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    source = open_source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"])
+    out = tmp_path / "m.onnx"
+    assert stage.onnx_from_torch(source, stage.OnnxFromTorchConfig(ladder=(rung,)), out).notes["rung"] == rung
+    assert "len" not in vars(sys.modules[type(module_of(source)).__module__])

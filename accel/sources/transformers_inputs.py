@@ -1,0 +1,258 @@
+"""What a model of transformers takes, as far as its config and the parameters of its ``forward`` tell."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accel.signature import DimRange, Signature, TensorSpec
+from accel.sources.declare import input_example
+from accel.sources.output_specs import farthest, probe_cases
+from accel.sources.torch_call import NamedModule, run_named
+
+# Ranges that nobody declared end here: everything is tried at their ends.
+_LONGEST = 512
+# Characters are Unicode's.
+_LAST_CHARACTER = 0x10FFFF
+_BATCH = DimRange(1, 1, 8)
+# Seconds of sound at 16 kHz.
+_SAMPLES = DimRange(8000, 16000, 80000)
+_FRAMES = DimRange(32, 128, 1024)
+
+
+def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
+    """The inputs that ``module`` may be called with, the most likely first; empty where its config doesn't tell.
+    ``folder``: where its preprocessor's config lies, if it has one."""
+    config, takes = module.config, set(inspect.signature(module.forward).parameters)
+    main = module.main_input_name
+    pictures = _images(config, folder) if "pixel_values" in takes else None
+    seen: Signature | None = None
+    if main == "input_ids" or (main == "pixel_values" and "input_ids" in takes):
+        seen = _text(module, takes)
+        if seen is not None and _sees(config, takes):
+            seen = pictures and _both(seen, pictures)
+        if _hears(config, takes):
+            return ()
+    elif main == "pixel_values":
+        seen = pictures
+    elif main in ("input_values", "input_features"):
+        seen = _sound(main, config, takes)
+    elif main == "past_values" and _whole(config, "context_length") and _whole(config, "num_input_channels"):
+        seen = _one(main, int(config.context_length), int(config.num_input_channels))
+    if seen is None:
+        return ()
+    if "bbox" in takes and (last := _whole(config, "max_2d_position_embeddings")):
+        # Some look up the width of a box, which of random corners may be negative.
+        return tuple(_both(seen, _boxes(values)) for values in ((0, last - 1), (0, 0)))
+    if main == "input_ids" and pictures is not None and getattr(config, "vision_config", None) is not None:
+        # Those that compare each image with each text take any number of both.
+        return _apart(seen), seen
+    if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in takes:
+        return (seen,)
+    decoded = _both(seen, _decoder(config))
+    # One that writes text is called token by token; another may do without.
+    return (decoded, seen) if module.can_generate() else (seen, decoded)
+
+
+def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
+    """The first of ``found`` that PyTorch runs, its dims as far as that goes: a config doesn't say where a table of
+    positions ends. The first one as it is where none runs. Ranges that are ``given`` stay as they are."""
+    module.eval()
+    for form in found:
+        fixed = {dim: bounds for dim, bounds in given.items() if dim in form.dims}
+        asked = form.with_dims(fixed)
+        if len(found) > 1 and not all(_runs(module, asked, case) for case in probe_cases(asked)):
+            continue
+        for dim, bounds in asked.dims.items():
+            if dim in fixed or dim == asked.batch_dim:
+                continue
+            asked = asked.with_dims({dim: _reach(module, asked, dim, bounds)})
+        return asked
+    return found[0]
+
+
+def _reach(module: Any, form: Signature, dim: str, bounds: DimRange) -> DimRange:
+    """The part of ``bounds`` in which ``module`` runs; all of it where that isn't at its end only."""
+
+    def runs(size: int) -> bool:
+        return _runs(module, form, form.sizes(**{dim: size}))
+
+    ends = {end: runs(end) for end in (bounds.max, bounds.min)}
+    if all(ends.values()):
+        return bounds
+    good = next((size for size in (bounds.opt, bounds.opt // 2, bounds.min) if size and runs(size)), 0)
+    if not good:
+        return bounds
+    high, low = (end if ends[end] else farthest(runs, good, end) for end in (bounds.max, bounds.min))
+    return replace(bounds, min=low, opt=min(max(bounds.opt, low), high), max=high)
+
+
+def _runs(module: Any, form: Signature, sizes: Mapping[str, int]) -> bool:
+    named = NamedModule(module, [spec.name for spec in form.inputs])
+    try:
+        run_named(named, form, form.example_inputs(**sizes))
+    except Exception:  # a model raises what it likes; of the form that is taken it is said later
+        return False
+    return True
+
+
+def example(module: Any) -> tuple[str, ...]:
+    """How what ``module`` can't do without may be declared."""
+    parameters = inspect.signature(module.forward).parameters
+    empty = inspect.Parameter.empty
+    ordered = [n for n, p in parameters.items() if p.default is empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = dict.fromkeys([module.main_input_name, *ordered])
+    if _sees(module.config, parameters) or _hears(module.config, parameters):
+        several = ("input_ids", "attention_mask", "pixel_values", "input_features", "input_values")
+        names |= dict.fromkeys(n for n in several if n in parameters)
+    if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        names |= {"decoder_input_ids": None}
+    return tuple(map(input_example, names))
+
+
+def _sees(config: Any, takes: Container[str]) -> bool:
+    return "pixel_values" in takes and _part(config, "patch_size") is not None
+
+
+def _hears(config: Any, takes: Container[str]) -> bool:
+    """Whether it takes sound beside text."""
+    return "input_ids" in takes and getattr(config, "audio_config", None) is not None
+
+
+def _part(config: Any, name: str) -> Any:
+    """``name`` of a config, or of that part of it which has one."""
+    inner = ("text_config", "vision_config", "image_config", "encoder", "decoder")
+    parts = (config, *(getattr(config, part, None) for part in inner))
+    return next((found for part in parts if (found := getattr(part, name, None)) is not None), None)
+
+
+def _whole(config: Any, name: str) -> int | None:
+    """``name`` of ``config`` where it is a number above 0."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _one(name: str, *shape: int | str, **dims: DimRange) -> Signature:
+    return Signature((TensorSpec(name, "float32", ("batch", *shape)),), (), {"batch": _BATCH, **dims})
+
+
+def _both(one: Signature, other: Signature) -> Signature:
+    return Signature((*one.inputs, *other.inputs), (), {**other.dims, **one.dims})
+
+
+def _apart(seen: Signature) -> Signature:
+    """``seen`` with the images and the texts under dims of their own."""
+    inputs = []
+    for spec in seen.inputs:
+        dim = "images" if spec.name == "pixel_values" else "texts"
+        inputs.append(replace(spec, shape=(dim, *spec.shape[1:])))
+    dims = {dim: bounds for dim, bounds in seen.dims.items() if dim != "batch"}
+    return Signature(tuple(inputs), (), {**dims, "images": DimRange(1, 1, 8), "texts": DimRange(1, 3, 16)})
+
+
+def _boxes(values: tuple[int, int]) -> Signature:
+    return Signature((TensorSpec("bbox", "int64", ("batch", "sequence", 4), values),))
+
+
+def _text(module: Any, takes: set[str]) -> Signature | None:
+    config = module.config
+    vocabulary = _part(config, "vocab_size")
+    if not vocabulary and _whole(config, "num_hash_buckets"):
+        vocabulary = _LAST_CHARACTER + 1
+    if not vocabulary:
+        return None
+    shape = ("batch", "sequence")
+    specs = [TensorSpec("input_ids", "int64", shape, (0, int(vocabulary) - 1))]
+    if "attention_mask" in takes:
+        specs.append(TensorSpec("attention_mask", "int64", shape))
+    types = int(_part(config, "type_vocab_size") or 0)
+    if types > 1 and "token_type_ids" in takes:
+        specs.append(TensorSpec("token_type_ids", "int64", shape, (0, types - 1)))
+    positions = _part(config, "max_position_embeddings")
+    longest = min(int(positions) - _first_position(module, positions), _LONGEST) if positions else _LONGEST
+    longest = max(longest, 1)
+    sequence = DimRange(min(8, longest), min(128, longest), longest)
+    return Signature(tuple(specs), (), {"batch": _BATCH, "sequence": sequence})
+
+
+def _first_position(module: Any, positions: int) -> int:
+    """Where positions begin in the table of them: behind the row of the padding, in the family of RoBERTa."""
+    import torch
+
+    for name, part in module.named_modules():
+        if "position" in name and isinstance(part, torch.nn.Embedding) and part.num_embeddings == positions:
+            return 0 if part.padding_idx is None else part.padding_idx + 1
+    return 0
+
+
+def _decoder(config: Any) -> Signature:
+    vocabulary = _whole(config, "decoder_vocab_size") or int(_part(config, "vocab_size"))
+    names = ("max_target_positions", "max_decoder_position_embeddings")
+    decoder = getattr(config, "decoder", None)
+    longest = next((found for name in names if (found := _whole(config, name))), None) or (
+        _whole(decoder, "max_position_embeddings") or _part(config, "max_position_embeddings")
+    )
+    longest = min(int(longest or _LONGEST), _LONGEST)
+    spec = TensorSpec("decoder_input_ids", "int64", ("batch", "decoder_sequence"), (0, vocabulary - 1))
+    dims = {"batch": _BATCH, "decoder_sequence": DimRange(1, min(16, longest), longest)}
+    return Signature((spec,), (), dims)
+
+
+def _images(config: Any, folder: Path) -> Signature | None:
+    backbone = getattr(config, "backbone_config", None)
+    told = (_part(config, "image_size"), _whole(config, "input_size"), _preprocessed_size(folder))
+    size = next((found for one in (*told, getattr(backbone, "image_size", None)) if (found := _size(one))), None)
+    if size is None:
+        return None
+    channels = _part(config, "num_channels")
+    shape = (channels if isinstance(channels, int) else 3, *size)
+    frames = _whole(config, "num_frames")
+    return _one("pixel_values", *((frames, *shape) if frames else shape))
+
+
+def _size(value: Any) -> tuple[int, int] | None:
+    """Height and width as configs have them: one number for both, two, or by name."""
+    if isinstance(value, dict):
+        edge = value.get("shortest_edge")
+        value = [value.get("height", edge), value.get("width", edge)]
+    found = value if isinstance(value, list | tuple) else [value, value]
+    if len(found) == 2 and all(isinstance(side, int) and side > 0 for side in found):
+        return found[0], found[1]
+    return None
+
+
+def _preprocessed_size(folder: Path) -> tuple[int, int] | None:
+    """The size of the images that the preprocessor saved beside the model gives it."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            found = found.get("image_processor", found)
+        if not isinstance(found, dict):
+            continue
+        cropped = found.get("crop_size") if found.get("do_center_crop") else None
+        if size := _size(cropped) or _size(found.get("size")):
+            return size
+    return None
+
+
+def _sound(name: str, config: Any, takes: set[str]) -> Signature | None:
+    bins = _whole(config, "num_mel_bins")
+    if name == "input_values":
+        if bins and _whole(config, "max_length"):
+            return _one(name, int(config.max_length), bins)
+        if hasattr(config, "conv_stride") or "decoder_input_ids" in takes:
+            return _one(name, "samples", samples=_SAMPLES)
+        return None
+    if bins and (source := _whole(config, "max_source_positions")) and "decoder_input_ids" in takes:
+        return _one(name, bins, 2 * source)
+    width = _whole(config, "input_feat_per_channel") or _whole(config, "feature_projection_input_dim")
+    if width:
+        return _one(name, "frames", width * (_whole(config, "input_channels") or 1), frames=_FRAMES)
+    return None

@@ -1,0 +1,49 @@
+"""Mixtures of experts of transformers in a form that can be exported."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+
+@contextlib.contextmanager
+def every_expert() -> Iterator[None]:
+    """Each expert computes every token, and counts for those it was chosen for: how transformers sorts the tokens by
+    their experts has no form in ONNX, and a file that gathers the weights of each token's experts needs them in memory
+    once a token."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    interface = getattr(moe, "ExpertsInterface", None)
+    if interface is None:
+        yield
+        return
+    with mock.patch.object(interface, "get_interface", _taken):
+        yield
+
+
+def _taken(*_: Any) -> Any:
+    return _forward
+
+
+def _forward(experts: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
+    """``hidden`` (tokens, size), ``chosen`` and ``weights`` (tokens, top k) are what such experts get."""
+    import torch
+
+    def linear(x: Any, name: str) -> Any:
+        weight = getattr(experts, name)
+        found = x @ (weight if experts.is_transposed else weight.transpose(1, 2))
+        return found + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else found
+
+    tokens = hidden.unsqueeze(0)
+    if experts.has_gate:
+        inner = experts._apply_gate(linear(tokens, "gate_up_proj"))
+    else:
+        inner = experts.act_fn(linear(tokens, "up_proj"))
+    found = linear(inner, "down_proj")
+    if experts.has_post_expert_norm:
+        found = experts.post_expert_norm(found)
+    is_chosen = chosen.unsqueeze(-1) == torch.arange(found.shape[0], device=chosen.device)
+    counts = (is_chosen * weights.unsqueeze(-1)).sum(1)
+    return (found * counts.t().unsqueeze(-1)).sum(0).to(hidden.dtype)
