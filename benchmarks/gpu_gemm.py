@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from accel.errors import AccelError, one_line
-from accel.kernels import dispatch, reference, tune
+from accel.kernels import choices, dispatch, reference, tune
 from accel.kernels.spec import GemmSpec
 from accel.kernels.tuned import Table
 
@@ -210,7 +210,7 @@ def warm(part: int, of: int) -> None:
     for spec, _ in list(problems())[part::of]:
         a, b, given = tune.operands_for(spec, torch.device("cuda"))
         layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
-        for config in dispatch.candidates(spec, capability, **layout, native=names):
+        for config in choices.candidates(spec, capability, **layout, native=names):
             with contextlib.suppress(AccelError, RuntimeError):  # the tuner will say so
                 dispatch.run_config(spec, a, b, given, config)
     torch.cuda.synchronize()

@@ -13,9 +13,9 @@ import torch
 from accel.errors import AccelError, one_line
 from accel.kernels import check_host, interpret, sass
 from accel.kernels.build import Progress, build, build_for_host, find_library, find_nvcc
+from accel.kernels.choices import family
 from accel.kernels.configs import ARCHS, get, shipped
 from accel.kernels.cross import compile_config
-from accel.kernels.dispatch import family
 from accel.kernels.native import Library
 from accel.kernels.tuned import cache_folder
 from accel.kernels.units import NATIVE

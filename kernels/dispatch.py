@@ -1,8 +1,5 @@
-"""Which implementation a problem gets, and why.
-
-Compute capability and layout say what can run it; of those the tuned one is taken, else one by size; what no kernel
-takes is computed by the reference, in the same dtype semantics. The dtype of a problem is never changed.
-"""
+"""What runs a problem on these tensors, here, and why: the choice (``accel.kernels.choices``) by what this GPU, its
+library and its tuner's table have, and the call."""
 
 from __future__ import annotations
 
@@ -13,215 +10,22 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
-from accel.errors import UnsupportedHere
 from accel.kernels import reference, tuned
-from accel.kernels.configs import ARCHS, CONFIGS, FIRST_FP8, HAND_WRITTEN, TMA_ARCHS, Config, HandWritten, get
+from accel.kernels.choices import AnyConfig, Choice, choose, choose_quantize, of_patches
+from accel.kernels.configs import Config, HandWritten
 from accel.kernels.problem import NAMES
 from accel.kernels.reference import TORCH_DTYPES
 from accel.kernels.spec import BYTES, ConvSpec, GemmSpec
-from accel.kernels.units import NATIVE, NativeConfig
+from accel.kernels.units import NativeConfig
 
-SMALL_M = 16
-# A tile is large enough where this many of them fill the chip: the multiprocessors of the smallest data-centre GPU.
-ENOUGH_TILES = 108
 # The patches of so many bytes are multiplied at a time, where a convolution is computed from its patches.
 PATCH_BYTES = 256 << 20
-AnyConfig = Config | NativeConfig | HandWritten
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """An implementation, its configuration (None: the reference) and the reason it was taken."""
-
-    config: AnyConfig | None
-    reason: str
-
-    def __str__(self) -> str:
-        if self.config is None:
-            return f"reference: {self.reason}"
-        kind = {NativeConfig: "cutlass", HandWritten: "cuda"}.get(type(self.config), "triton")
-        return f"{kind} {self.config.name}: {self.reason}"
-
-
-def family(capability: tuple[int, int]) -> int | None:
-    """The architecture whose configurations run on this compute capability; None under 8.0."""
-    number = capability[0] * 10 + capability[1]
-    fitting = [arch for arch in ARCHS if arch <= number]
-    return fitting[-1] if fitting else None
-
-
-def native_arch(capability: tuple[int, int]) -> str:
-    """What a library for a GPU of this compute capability is compiled for: ``sm_90a`` for 9.0.
-
-    Raises ``UnsupportedHere`` below 8.0.
-    """
-    arch = family(capability)
-    if arch is None:
-        raise UnsupportedHere(f"compute capability {capability[0]}.{capability[1]} is below 8.0; no kernel is for it")
-    # From 9.0 on the tensor cores are the architecture's own, and what uses them runs on no later one.
-    return f"sm_{arch}" + ("a" if arch >= 90 and capability == divmod(arch, 10) else "")
-
-
-def candidates(
-    spec: GemmSpec | ConvSpec,
-    capability: tuple[int, int],
-    *,
-    tma_layout: bool = False,
-    dense: bool = False,
-    triton_installed: bool = True,
-    native: Collection[str] = (),
-    residual_dtype: str | None = None,
-) -> list[AnyConfig]:
-    """Every configuration that computes ``spec`` on this compute capability; the arguments are those of ``choose``."""
-    arch = family(capability)
-    if arch is None:
-        return []
-    op = "conv2d" if isinstance(spec, ConvSpec) else "gemm"
-    found: list[AnyConfig] = []
-    if triton_installed:
-        found += [c for c in CONFIGS if c.op == op and c.supports(spec.in_dtype, arch)]
-    # The compiled kernels read a residual in the output's dtype; rounding another one to that would lose what the sum
-    # keeps.
-    own_residual = residual_dtype in (None, spec.epilogue.out_dtype) or not spec.epilogue.residual
-    if isinstance(spec, ConvSpec):
-        if "im2col" in native and _of_patches(spec, capability, tma_layout, native, residual_dtype).config is not None:
-            found.append(HAND_WRITTEN["im2col"])
-        return found
-    aligned = _is_aligned(spec, tma_layout)
-    found = [c for c in found if aligned or not isinstance(c, Config) or c.kernel != "gemm_tma"]
-    if aligned and own_residual and spec.n * BYTES[spec.epilogue.out_dtype] % 16 == 0:
-        here = (NATIVE[name] for name in sorted(native) if name in NATIVE)
-        pair = (spec.in_dtype, spec.epilogue.out_dtype)
-        found += [c for c in here if (c.unit.dtype, c.unit.out_dtype) == pair and c.runs_on(capability)]
-    gemv = HAND_WRITTEN["gemv"]
-    own_dtype = spec.in_dtype in gemv.dtypes and spec.epilogue.out_dtype == spec.in_dtype
-    if gemv.name in native and own_dtype and own_residual and spec.m <= gemv.tile[0] and (dense or tma_layout):
-        found.append(gemv)
-    return found
-
-
-def _is_aligned(spec: GemmSpec, tma_layout: bool) -> bool:
-    """Whether every row of both operands starts at a multiple of 16 bytes."""
-    return tma_layout and spec.k * BYTES[spec.in_dtype] % 16 == 0
-
-
-def _of_patches(
-    spec: ConvSpec,
-    capability: tuple[int, int],
-    tma_layout: bool,
-    native: Collection[str],
-    residual_dtype: str | None,
-) -> Choice:
-    """What multiplies a convolution's patches: a kernel of the compiled library, or none."""
-    return choose(
-        spec.gemm,
-        capability,
-        tma_layout=tma_layout,
-        dense=True,
-        triton_installed=False,
-        native=native,
-        residual_dtype=residual_dtype,
-    )
-
-
-def choose(
-    spec: GemmSpec | ConvSpec,
-    capability: tuple[int, int] | None,
-    *,
-    tma_layout: bool = False,
-    dense: bool = False,
-    triton_installed: bool = True,
-    native: Collection[str] = (),
-    residual_dtype: str | None = None,
-    tuned_name: str | None = None,
-    vectors: bool = False,
-) -> Choice:
-    """The implementation of ``spec`` on a device of this compute capability (None: the CPU).
-
-    ``dense``: ``a`` is (M, K) and ``b`` (N, K) transposed, both dense. ``tma_layout``: so, and both at addresses of a
-    multiple of 16; of a convolution, its weights are. ``native``: the kernels of the compiled library, CUTLASS's and
-    ``HAND_WRITTEN``. ``residual_dtype``: None for that of the output. ``tuned_name``:
-    what the tuner found for this problem. ``vectors``: of each operand one stride is 1, the others and the address are
-    multiples of 16; see ``in_vectors``.
-    """
-    if capability is None:
-        return Choice(config=None, reason="the CPU runs the reference")
-    arch = family(capability)
-    if arch is None:
-        return Choice(config=None, reason=f"compute capability {capability[0]}.{capability[1]} is below 8.0")
-    if spec.in_dtype == "fp8_e4m3" and arch < FIRST_FP8:
-        return Choice(config=None, reason=f"sm_{arch} has no fp8 products; they begin with sm_89")
-    usable = candidates(
-        spec,
-        capability,
-        tma_layout=tma_layout,
-        dense=dense,
-        triton_installed=triton_installed,
-        native=native,
-        residual_dtype=residual_dtype,
-    )
-    by_name = {config.name: config for config in usable}
-    if tuned_name in by_name:
-        return Choice(config=by_name[tuned_name], reason="the fastest that accel kernels tune found for this problem")
-    if not triton_installed and not usable:
-        return Choice(config=None, reason='Triton is not installed; run: pip install "accel-toolchain[kernels]"')
-    if isinstance(spec, ConvSpec):
-        if not triton_installed:
-            product = _of_patches(spec, capability, tma_layout, native, residual_dtype)
-            reason = f"Triton, which takes a convolution whole, is not installed; its patches by {product}"
-            return Choice(config=HAND_WRITTEN["im2col"], reason=reason)
-        large = spec.gemm.m >= 4096 and spec.gemm.n >= 64 and spec.in_dtype != "fp32"
-        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # else a large tile spills
-        name = "conv2d_128x64" if large else "conv2d_64x64"
-        return Choice(config=get(name), reason=f"{spec.gemm.m} output pixels x {spec.c_out} channels on sm_{arch}")
-    compiled = [config for config in usable if isinstance(config, NativeConfig)]
-    if compiled and (spec.m > SMALL_M or not triton_installed):
-        return _by_tiles(spec, compiled)
-    if "gemv" in by_name and (reason := _why_gemv(spec, tma_layout, triton_installed)):
-        return Choice(config=by_name["gemv"], reason=f"M = {spec.m} <= {SMALL_M}, {reason}")
-    if spec.in_dtype == "fp32":
-        return Choice(config=get("gemm_64x64"), reason="fp32 products run on the plain cores, never as tf32")
-    if spec.m <= SMALL_M:
-        return Choice(config=get("gemm_16x64_split"), reason=f"M = {spec.m} <= {SMALL_M}: K is split over the chip")
-    if min(spec.m, spec.n) < 128:
-        return Choice(config=get("gemm_64x64"), reason="M or N is below 128")
-    if "gemm_tma_128x128" in by_name and arch in TMA_ARCHS and spec.n % 16 == 0:
-        return Choice(config=get("gemm_tma_128x128"), reason=f"sm_{arch}, dense operands with rows of 16 bytes")
-    if spec.n % 16 or spec.k % 16 or not (vectors or tma_layout):
-        odd = "N, K, a stride or an address is no multiple of 16"
-        return Choice(config=get("gemm_64x64"), reason=f"{odd}: a larger tile spills its registers")
-    return Choice(config=get("gemm_128x128"), reason=f"sm_{arch}, M and N of at least 128")
-
-
-def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
-    """What speaks for one block a column of the output, element by element; empty where tiles are better."""
-    if not triton_installed:
-        return "and Triton is not installed"
-    if spec.in_dtype == "fp32":
-        return "fp32 products run on the plain cores, never as tf32"
-    return "" if _is_aligned(spec, tma_layout) else "rows that don't start at a multiple of 16 bytes"
-
-
-def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """The largest tile of which there are enough, in the family made for this GPU; else the smallest that is there."""
-    newest = max(config.unit.family.least for config in compiled)
-    own = [config for config in compiled if config.unit.family.least == newest]
-
-    def tiles(config: NativeConfig) -> int:
-        return -(-spec.m // config.block_m) * -(-spec.n // config.block_n)
-
-    by_size = sorted(own, key=lambda config: (config.block_m * config.block_n, config.name))
-    # A tile taller than M computes rows that nobody wants.
-    fitting = [config for config in by_size if config.block_m < 2 * spec.m] or by_size[:1]
-    enough = [config for config in fitting if tiles(config) >= ENOUGH_TILES]
-    chosen = enough[-1] if enough else fitting[0]
-    return Choice(config=chosen, reason=f"{tiles(chosen)} tiles of {chosen.block_m}x{chosen.block_n}, not tuned")
 
 
 def why(
@@ -338,27 +142,9 @@ def _product_of_patches(
     assert capability is not None
     native = native_names(capability)
     residual = NAMES[operands["residual"].dtype] if "residual" in operands else None
-    config = _of_patches(spec, capability, is_tma_layout(columns, matrix), native, residual).config
+    config = of_patches(spec, capability, is_tma_layout(columns, matrix), native, residual).config
     assert config is not None
     return run_config(spec.gemm, columns, matrix, operands, config)
-
-
-def choose_quantize(
-    dtype: str, capability: tuple[int, int] | None, *, triton_installed: bool = True, native: Collection[str] = ()
-) -> Choice:
-    """What quantizes rows to ``dtype`` on a device of this compute capability (None: the CPU)."""
-    if capability is None:
-        return Choice(config=None, reason="the CPU runs the reference")
-    arch = family(capability)
-    if arch is None:
-        return Choice(config=None, reason=f"compute capability {capability[0]}.{capability[1]} is below 8.0")
-    converts = dtype != "fp8_e4m3" or arch >= FIRST_FP8
-    if triton_installed and converts:
-        return Choice(config=get("quantize_8192"), reason=f"a program a row on sm_{arch}")
-    lacking = "Triton is not installed" if converts else f"sm_{arch} has no fp8 conversion; they begin with sm_89"
-    if "quantize_rowwise" in native:
-        return Choice(config=HAND_WRITTEN["quantize_rowwise"], reason=f"{lacking}; the compiled library has its own")
-    return Choice(config=None, reason=lacking)
 
 
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from itertools import cycle
 import torch
 
 from accel.errors import AccelError, UnknownName, UnsupportedHere, one_line
-from accel.kernels import dispatch, reference
+from accel.kernels import choices, dispatch, reference
 from accel.kernels.reference import TORCH_DTYPES
 from accel.kernels.spec import SCALED, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.tuned import Entry, Key, Table, key_of
@@ -324,7 +324,7 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
 def candidates_for(spec: GemmSpec | ConvSpec, sets: Sequence[Operands], capability: tuple[int, int]) -> list[Candidate]:
     """What can compute ``spec`` on a GPU of this compute capability, each taking the sets of operands in turn."""
     a, b, _ = sets[0]
-    usable = dispatch.candidates(
+    usable = choices.candidates(
         spec,
         capability,
         tma_layout=dispatch.is_tma_layout(a, b),
@@ -335,7 +335,7 @@ def candidates_for(spec: GemmSpec | ConvSpec, sets: Sequence[Operands], capabili
     return [_candidate(spec, sets, config) for config in usable]
 
 
-def _candidate(spec: GemmSpec | ConvSpec, sets: Sequence[Operands], config: dispatch.AnyConfig) -> Candidate:
+def _candidate(spec: GemmSpec | ConvSpec, sets: Sequence[Operands], config: choices.AnyConfig) -> Candidate:
     turns = cycle(sets)
     return Candidate(
         name=config.name,

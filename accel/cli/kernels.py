@@ -111,7 +111,7 @@ def build_(
 def _native() -> str:
     import torch
 
-    from accel.kernels.dispatch import native_arch
+    from accel.kernels.choices import native_arch
 
     if not torch.cuda.is_available():
         raise UnsupportedHere("no NVIDIA GPU here; say which it is for, as in --arch sm_90a")

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from accel.kernels import dispatch, native_launch, reference, triton_kernels, triton_launch, tune
+from accel.kernels import choices, dispatch, native_launch, reference, triton_kernels, triton_launch, tune
 from accel.kernels.spec import ConvSpec, EpilogueSpec, GemmSpec
 
 
@@ -22,7 +22,7 @@ def main() -> None:
             spec = GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue)
             a, b, given = operands = tune.operands_for(spec, device)
             layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": True}
-            for config in dispatch.candidates(spec, capability, **layout, native=names):
+            for config in choices.candidates(spec, capability, **layout, native=names):
                 got = dispatch.run_config(spec, a, b, given, config)
                 error = tune.largest_error(spec, operands, got)
                 assert error <= 1, (config.name, spec, error)
@@ -31,7 +31,7 @@ def main() -> None:
         shape = ConvSpec(images=2, height=7, width=5, c_in=c_in, c_out=c_out, kernel=(3, 2), stride=(2, 1))
         for conv in tune.conv_specs(["fp16", "int8"], ["silu"], [shape]):
             x, w, given = operands = tune.operands_for(conv, device)
-            for config in dispatch.candidates(conv, capability, tma_layout=True, native=names):
+            for config in choices.candidates(conv, capability, tma_layout=True, native=names):
                 error = tune.largest_error(conv, operands, dispatch.run_config(conv, x, w, given, config))
                 assert error <= 1, (config.name, conv, error)
                 ran += 1

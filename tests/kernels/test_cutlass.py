@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from accel.errors import BadConfig, BadFeeds, MissingExtra, UnknownName, UnsupportedHere
-from accel.kernels import build, check, configs, dispatch, native_launch, sass, units
+from accel.kernels import build, check, choices, configs, dispatch, native_launch, sass, units
 from accel.kernels.configs import HAND_WRITTEN
 from accel.kernels.native import ACTS, DTYPES, Library, Problem
 from accel.kernels.units import FAMILIES, NATIVE, UNITS
@@ -74,10 +74,10 @@ def test_a_configuration_runs_where_it_has_code() -> None:
     for family in FAMILIES:
         if all(arch.endswith("a") for arch in family.archs):  # as the compiled library itself sees it
             assert {f"sm_{family.least}a", f"sm_{family.most}a"} == set(family.archs)
-    archs = {native: dispatch.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
+    archs = {native: choices.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
     assert list(archs.values()) == ["sm_86", "sm_86", "sm_90a", "sm_100a", "sm_100", "sm_120"]
     with pytest.raises(UnsupportedHere, match=r"7\.5 is below 8\.0"):
-        dispatch.native_arch((7, 5))
+        choices.native_arch((7, 5))
 
 
 def test_without_the_headers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel.kernels import build, dispatch, interpret, native_launch, problem, reference, tune
+from accel.kernels import build, choices, dispatch, interpret, native_launch, problem, reference, tune
 from accel.kernels.fuse import fuse
 from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 from accel.kernels.native import Library
@@ -55,7 +55,7 @@ def check(spec: GemmSpec, native: frozenset[str], triton: bool) -> int:
     operands = tune.operands_for(spec, torch.device("cuda"))
     a, b, given = operands
     layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
-    usable = dispatch.candidates(spec, capability(), **layout, triton_installed=triton, native=native)
+    usable = choices.candidates(spec, capability(), **layout, triton_installed=triton, native=native)
     for config in usable:
         got = dispatch.run_config(spec, a, b, given, config)
         error = tune.largest_error(spec, operands, got)
@@ -64,7 +64,7 @@ def check(spec: GemmSpec, native: frozenset[str], triton: bool) -> int:
 
 
 def triton_runs(dtype: str) -> bool:
-    arch = dispatch.family(capability())
+    arch = choices.family(capability())
     return arch is not None and (dtype != "fp8_e4m3" or arch >= 89)
 
 
@@ -90,7 +90,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     if not os.environ.get("ACCEL_KERNEL_LIBRARY"):
         if build.find_nvcc() is None:
             pytest.skip("needs nvcc, or a library in ACCEL_KERNEL_LIBRARY")
-        path = build.build([dispatch.native_arch(capability())], cache=tmp_path_factory.mktemp("kernels")).path
+        path = build.build([choices.native_arch(capability())], cache=tmp_path_factory.mktemp("kernels")).path
         os.environ["ACCEL_KERNEL_LIBRARY"] = str(path)
     native_launch.installed.cache_clear()
     found = native_launch.installed()
@@ -186,7 +186,7 @@ def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
         shape = ConvSpec(images=3, height=17, width=15, c_in=c_in, c_out=c_out, kernel=(3, 3), padding=(1, 1))
         for spec in tune.conv_specs([dtype], ["silu"], [shape], added=("bias+residual",)):
             operands = x, w, given = tune.operands_for(spec, torch.device("cuda"))
-            for config in dispatch.candidates(spec, capability(), tma_layout=True, native=names):
+            for config in choices.candidates(spec, capability(), tma_layout=True, native=names):
                 got = dispatch.run_config(spec, x, w, given, config)
                 assert tune.largest_error(spec, operands, got) <= 1, (config.name, spec)
                 ran.add(config.name)

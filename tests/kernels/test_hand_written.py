@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.kernels import build, dispatch, native_launch, problem, reference
+from accel.kernels import build, choices, dispatch, native_launch, problem, reference
 from accel.kernels.configs import HAND_WRITTEN
 from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 from accel.kernels.reference import TORCH_DTYPES
@@ -30,7 +30,7 @@ EVERY = [*NATIVE, *HAND_WRITTEN]
 
 
 def chosen(spec: GemmSpec | ConvSpec, **given: Any) -> str:
-    return str(dispatch.choose(spec, (8, 0), **{"dense": True, "native": list(HAND_WRITTEN), **given}))
+    return str(choices.choose(spec, (8, 0), **{"dense": True, "native": list(HAND_WRITTEN), **given}))
 
 
 def test_gemv_takes_few_rows_that_no_vector_load_takes() -> None:
@@ -79,7 +79,7 @@ def test_a_convolution_without_triton_is_a_product_of_its_patches() -> None:
 
 def test_rows_are_quantized_by_what_is_there() -> None:
     def chosen(dtype: str, capability: tuple[int, int] | None, triton: bool, native: list[str]) -> str:
-        return str(dispatch.choose_quantize(dtype, capability, triton_installed=triton, native=native))
+        return str(choices.choose_quantize(dtype, capability, triton_installed=triton, native=native))
 
     assert chosen("int8", (8, 0), True, EVERY) == "triton quantize_8192: a program a row on sm_80"
     assert chosen("int8", (8, 0), False, EVERY).startswith("cuda quantize_rowwise: Triton is not installed")

@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="needs the extra [kernels]")
 
 from accel.cli.kernels import command
 from accel.errors import BadFeeds
-from accel.kernels import build, check, cross, dispatch, interpret, native_launch, triton_kernels
+from accel.kernels import build, check, choices, cross, dispatch, interpret, native_launch, triton_kernels
 from accel.kernels.configs import ARCHS, CONFIGS, HAND_WRITTEN, SHARED_LIMIT, Config, get, rows, shipped
 from accel.kernels.gemm import fused_gemm
 from accel.kernels.native import Library
@@ -278,10 +278,10 @@ def test_dispatch_takes_only_what_is_shipped(
         m=m, n=n, k=k, in_dtype=dtype, epilogue=EpilogueSpec(out_dtype="bf16" if dtype == "bf16" else "fp16")
     )
     conv = ConvSpec(images=1, height=m, width=1, c_in=k, c_out=n, kernel=(1, 1), in_dtype=dtype)
-    arch = dispatch.family(capability) if capability else None
+    arch = choices.family(capability) if capability else None
     for problem in (spec, conv):
         given = {"tma_layout": tma, "vectors": vectors, "triton_installed": triton}
-        choice = dispatch.choose(problem, capability, native=native, **given)
+        choice = choices.choose(problem, capability, native=native, **given)
         assert choice.reason
         if choice.config is None:
             assert arch is None or (dtype == "fp8_e4m3" and arch < 89) or not triton
@@ -308,7 +308,7 @@ def test_dispatch_takes_only_what_is_shipped(
 
 def test_large_tiles_are_for_what_is_loaded_in_vectors() -> None:
     def chosen(spec: GemmSpec | ConvSpec, major: int = 8, **given: bool) -> str:
-        config = dispatch.choose(spec, (major, 0), **given).config
+        config = choices.choose(spec, (major, 0), **given).config
         return config.name if config else ""
 
     even = GemmSpec(m=4097, n=1008, k=2048)
@@ -346,9 +346,9 @@ def test_a_residual_of_another_dtype_is_never_rounded() -> None:
     spec = GemmSpec(m=512, n=512, k=512, epilogue=EpilogueSpec(residual=True))
 
     def kinds(spec: GemmSpec, residual: str | None) -> set[type]:
-        found = dispatch.candidates(spec, (8, 0), tma_layout=True, native=list(NATIVE), residual_dtype=residual)
+        found = choices.candidates(spec, (8, 0), tma_layout=True, native=list(NATIVE), residual_dtype=residual)
         tuned = "sm80_fp16_streamk_64x64"
-        choice = dispatch.choose(
+        choice = choices.choose(
             spec, (8, 0), tma_layout=True, native=list(NATIVE), residual_dtype=residual, tuned_name=tuned
         )
         assert type(choice.config) in {type(config) for config in found}
@@ -368,7 +368,7 @@ def test_the_dtype_of_the_residual_reaches_dispatch(residual: torch.dtype, monke
     seen = []
     right = dispatch.choose_for
 
-    def spy(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> dispatch.Choice:
+    def spy(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> choices.Choice:
         seen.append(operands["residual"].dtype)
         return right(spec, a, b, operands)
 
@@ -392,7 +392,7 @@ def test_why_says_why() -> None:
     assert "M = 1 <= 16" in dispatch.why(GemmSpec(m=1, n=64, k=64), (8, 0), native=())
     assert "fp8 products" in dispatch.why(GemmSpec(m=64, n=64, k=64, in_dtype="fp8_e4m3"), (8, 0))
     assert dispatch.why(spec, None) == "reference: the CPU runs the reference"
-    bare = dispatch.choose(spec, (9, 0), triton_installed=False)
+    bare = choices.choose(spec, (9, 0), triton_installed=False)
     assert "accel-toolchain[kernels]" in str(bare)
 
 
@@ -411,7 +411,7 @@ def test_list_as_json() -> None:
 def test_what_is_listed_can_be_chosen() -> None:
     """Every configuration of the list, and no other, is among the candidates of some problem."""
     native = [*NATIVE, *HAND_WRITTEN]
-    quantizers = (dispatch.choose_quantize("int8", (8, 0), triton_installed=t, native=native) for t in (True, False))
+    quantizers = (choices.choose_quantize("int8", (8, 0), triton_installed=t, native=native) for t in (True, False))
     reached = {choice.config.name for choice in quantizers if choice.config is not None}
     for dtype in IN_DTYPES:
         for out in ("fp16", "bf16", "fp32"):
@@ -419,7 +419,7 @@ def test_what_is_listed_can_be_chosen() -> None:
             conv = ConvSpec(images=1, height=8, width=8, c_in=64, c_out=64, kernel=(1, 1), in_dtype=dtype)
             for problem in (spec, conv):
                 for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-                    found = dispatch.candidates(problem, capability, tma_layout=True, native=native)
+                    found = choices.candidates(problem, capability, tma_layout=True, native=native)
                     reached |= {config.name for config in found}
     assert reached == {row["name"] for row in rows()}
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.cli.kernels import command
 from accel.errors import CannotWrite, UnknownName, UnsupportedHere
-from accel.kernels import build, dispatch, native_launch, problem, reference, tune, tuned
+from accel.kernels import build, choices, dispatch, native_launch, problem, reference, tune, tuned
 from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
 from accel.kernels.tune import Candidate, choose_fastest
 from accel.kernels.tuned import Device, Entry, Key, Table, bucket, key_of
@@ -216,7 +216,7 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
     native = {"sm90_fp16_pingpong_64x128", "sm90_fp16_swapped_64x16", "sm80_fp16_streamk_64x64"}
 
     def chosen(name: str, spec: GemmSpec = spec, layout: bool = True, capability: tuple[int, int] = (8, 0)) -> str:
-        return str(dispatch.choose(spec, capability, tma_layout=layout, native=native, tuned_name=name))
+        return str(choices.choose(spec, capability, tma_layout=layout, native=native, tuned_name=name))
 
     assert chosen("gemm_64x64").startswith("triton gemm_64x64: the fastest")
     assert chosen("sm80_fp16_streamk_64x64").startswith("cutlass sm80_fp16_streamk_64x64: the fastest")
