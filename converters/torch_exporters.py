@@ -95,8 +95,10 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     the exporters would write down that of the example."""
     import torch
 
+    own = len  # this module's may be one of those that are exchanged
+
     def length(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
+        return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else own(value)
 
     places = {type(part).__module__ for part in module.modules()}
     spaces = [vars(sys.modules[name]) for name in places if name in sys.modules and name.partition(".")[0] != "torch"]
