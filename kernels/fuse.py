@@ -7,6 +7,7 @@ this module is called: ``from accel.kernels import fuse``, then ``fuse(module)``
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import sys
@@ -17,9 +18,9 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 
-from accel.errors import UnsupportedHere
+from accel.errors import GateFailed, UnsupportedHere
+from accel.kernels.fuse_trace import adds_in_place, trace, writes_between
 from accel.kernels.fuse_verify import LIMITS, verify, verify_layer
 from accel.kernels.modules import FusedConv2d, FusedLinear
 
@@ -63,47 +64,55 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | None = None) -> tupl
     """A fused copy of ``module`` (which stays as it is) and what was matched.
 
     ``example_inputs`` are the positional inputs it is verified with. Without them no shape is known: residual sums stay
-    outside, and each fused layer is verified by itself with random inputs. Raises ``UnsupportedHere`` for a module of
-    which some part is in training mode and ``GateFailed`` where the copy computes something else.
+    outside, modules that can't be traced (control flow, optional inputs) get one layer at a time, and each fused layer
+    is verified by itself with random inputs. Raises ``UnsupportedHere`` for a module of which some part is in training
+    mode and ``GateFailed`` where the copy computes something else.
     """
     # Of any part: a batch norm in training mode that is folded away takes other numbers than those it would compute.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
-    found = copy.deepcopy(module)
+    if isinstance(example_inputs, torch.Tensor):
+        example_inputs = (example_inputs,)
+    if (traced := trace(copy.deepcopy(module), example_inputs)) is not None:
+        left: list[tuple[str, str]] = []
+        matches = _fuse_graph(traced, left, example_inputs is None)
+        try:
+            return _reported(module, traced, matches, left, example_inputs, traced=True)
+        except GateFailed:
+            if not adds_in_place(module):
+                raise
+    if example_inputs is not None:
+        with contextlib.suppress(GateFailed):  # its Sequentials aren't called as they stand
+            return _swapped(module, example_inputs, joined=True)
+    return _swapped(module, example_inputs, joined=False)
+
+
+def _swapped(module: nn.Module, example_inputs: Sequence[Any] | None, *, joined: bool) -> tuple[nn.Module, FuseReport]:
+    matches: list[Match] = []
     left: list[tuple[str, str]] = []
-    alone = example_inputs is None
-    traced = _trace(found, example_inputs)
-    fused: nn.Module
-    matches: list[Match]
-    if traced is not None:
-        matches = _fuse_graph(traced, left, alone)
-        fused = traced
-    else:
-        matches = []
-        fused = _swap_children(found, "", matches, left, alone)
+    fused = _swap_children(copy.deepcopy(module), "", matches, left, example_inputs is None, joined)
+    return _reported(module, fused, matches, left, example_inputs, traced=False)
+
+
+def _reported(
+    module: nn.Module,
+    fused: nn.Module,
+    matches: list[Match],
+    left: list[tuple[str, str]],
+    example_inputs: Sequence[Any] | None,
+    *,
+    traced: bool,
+) -> tuple[nn.Module, FuseReport]:
+    """``fused`` once it is verified, as far as there are inputs, and the report on it."""
     if example_inputs is None:
         worst = max(matches, key=lambda match: match.difference, default=None)
         difference, limit = (worst.difference, worst.limit) if worst else (0.0, LIMITS[torch.float32])
     else:
         difference, limit = verify(module, fused, example_inputs)
-    return fused, FuseReport(
-        matches=tuple(matches), left=tuple(left), traced=traced is not None, difference=difference, limit=limit
+    return fused.eval(), FuseReport(
+        matches=tuple(matches), left=tuple(left), traced=traced, difference=difference, limit=limit
     )
-
-
-def _trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphModule | None:
-    if _operation(module):  # a lone Linear or Conv2d
-        module = nn.Sequential(module).eval()
-    try:
-        traced = fx.symbolic_trace(module)
-        if example_inputs is None:
-            return traced
-        with torch.no_grad():
-            ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
-    except Exception:  # control flow, optional inputs, leaf functions: whatever fx can't follow
-        return None
-    return traced
 
 
 def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool) -> list[Match]:
@@ -116,15 +125,18 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
         if reason := _obstacle(layer):
             left.append((str(node.target), reason))
             continue
-        last, following, act, residual = node, None, "none", None
-        if (after := _only_user(last)) is not None and isinstance(layer, nn.Conv2d):
+        taken, following, act, residual = [node], None, "none", None
+        if (after := _only_user(taken[-1])) is not None and isinstance(layer, nn.Conv2d):
             candidate = modules.get(str(after.target)) if after.op == "call_module" else None
             if isinstance(candidate, nn.BatchNorm2d) and candidate.running_var is not None:
-                last, following = after, candidate
-        if (after := _only_user(last)) is not None and (name := _act_of_node(after, modules)):
-            last, act = after, name
-        if (after := _only_user(last)) is not None and (other := _residual_of(after, last)) is not None:
-            last, residual = after, other
+                taken, following = [*taken, after], candidate
+        if (after := _only_user(taken[-1])) is not None and (name := _act_of_node(after, modules)):
+            taken, act = [*taken, after], name
+        if (after := _only_user(taken[-1])) is not None and (other := _residual_of(after, taken[-1])) is not None:
+            taken, residual = [*taken, after], other
+        if writes_between(taken, modules):  # the layer would read what was written after it
+            taken, following, act, residual = [node], None, "none", None
+        last = taken[-1]
         name = f"fused_{len(matches)}"
         fused = _fused(layer, following, act)
         traced.add_submodule(name, fused)
@@ -133,19 +145,23 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
+        for gone in reversed(taken):  # no others: what nobody uses may write to its input
+            traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)
-    traced.graph.eliminate_dead_code()
     traced.delete_all_unused_submodules()
     traced.recompile()
     return matches
 
 
 def _swap_children(
-    module: nn.Module, path: str, matches: list[Match], left: list[tuple[str, str]], alone: bool
+    module: nn.Module, path: str, matches: list[Match], left: list[tuple[str, str]], alone: bool, joined: bool
 ) -> nn.Module:
-    """``module`` with its Linear and Conv2d children swapped, joined with what follows them in a Sequential."""
-    children = list(module.named_children())
+    """``module`` with its Linear and Conv2d children swapped, ``joined`` with what follows them in a Sequential: that
+    may be called one by one, too, by code that takes what is between."""
+    children = [
+        (name, child) for name, child in module._modules.items() if child is not None
+    ]  # the same one twice, too
     skip = 0
     for at, (name, child) in enumerate(children):
         where = f"{path}{name}"
@@ -153,12 +169,12 @@ def _swap_children(
             skip -= 1
             continue
         if not _operation(child):
-            _swap_children(child, f"{where}.", matches, left, alone)
+            _swap_children(child, f"{where}.", matches, left, alone, joined)
             continue
         if reason := _obstacle(child):
             left.append((where, reason))
             continue
-        rest = [c for _, c in children[at + 1 :]] if type(module) is nn.Sequential else []
+        rest = [c for _, c in children[at + 1 :]] if joined and type(module) is nn.Sequential else []
         norm = rest[0] if rest and isinstance(child, nn.Conv2d) and isinstance(rest[0], nn.BatchNorm2d) else None
         if norm is not None and norm.running_var is None:
             norm = None

@@ -57,6 +57,9 @@ class FusedConv2d(nn.Module):
         self.stride, self.padding, self.dilation = stride, padding, dilation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if x.dim() == 3:  # an image without a batch
+            found: torch.Tensor = self(x[None], None if residual is None else residual[None])
+            return found[0]
         x, weight, bias = _autocast(x, self.weight, self.bias)
         if not x.numel():  # no kernel is for nothing
             out = nn.functional.conv2d(x, weight.permute(0, 3, 1, 2), bias, self.stride, self.padding, self.dilation)

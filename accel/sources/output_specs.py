@@ -28,6 +28,17 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
     return cases
 
 
+def far_cases(signature: Signature) -> list[dict[str, int]]:
+    """For each dynamic dim but the batch a size far from the usual one, with the rest as they were: what strides or
+    pools along it has the same size for neighbours."""
+    found = []
+    for dim, bounds in signature.dims.items():
+        size = bounds.min if 4 * bounds.opt >= 5 * bounds.min else bounds.max
+        if dim != signature.batch_dim and size != bounds.opt:
+            found.append(signature.sizes(**{dim: size}))
+    return found
+
+
 def same_output(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether two runs gave the same: numbers up to what threads that add in another order make of them."""
     import numpy as np

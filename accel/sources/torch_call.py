@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import warnings
@@ -13,7 +14,7 @@ import torch
 
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec, shapes_of
-from accel.sources.output_specs import output_specs, probe_cases, same_output, step_advice
+from accel.sources.output_specs import far_cases, output_specs, probe_cases, same_output, step_advice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -176,6 +177,10 @@ def discover_outputs(
             raise BadSource(
                 f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct --input or --dim'}"
             ) from error
+    for sizes in far_cases(signature):
+        with contextlib.suppress(Exception):  # where it doesn't run at its ends, the export says so
+            runs.append(run_named(named, signature, signature.example_inputs(**sizes)))
+            cases.append(sizes)
     first = runs[0]
     again = run_named(named, signature, signature.example_inputs(**cases[0]))
     for name, value in first.items():

@@ -207,6 +207,114 @@ def test_autocast_is_followed(inside: torch.dtype) -> None:
         assert float((got - wanted).float().abs().max()) <= 2.0**-6 * float(wanted.float().abs().max())
 
 
+class Written(nn.Module):
+    """Statements whose result nobody takes, which write to their input all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(6, 6), nn.Linear(6, 6), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        h.masked_fill_(h > 0.5, -2.0)
+        first = h[:, :2]
+        first += 5
+        again = self.down(h)
+        torch.relu_(again)
+        more = self.up(again)
+        self.act(more)
+        late = self.down(x)
+        x.add_(1)
+        return more + h + (late + x)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.body(x)
+        return y if mask is None else y * mask
+
+
+class OneByOne(nn.Module):
+    """A Sequential whose parts are called by hand, which a trace of a loop over the values' sizes doesn't follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for layer in self.body:
+            x = layer(x) if float(x.abs().max()) > 0 else x
+            found.append(x.mean())
+        return torch.stack(found)
+
+
+class Twice(nn.Module):
+    """The same pool twice in a Sequential, in a module that can't be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pool = nn.AvgPool2d(2)
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), pool, nn.Conv2d(4, 4, 1), pool, nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.body(x)
+        return y if float(y.sum()) > -1e9 else -y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(Written, (3, 6)), (Optional, (3, 6)), (OneByOne, (2, 3, 12, 12)), (Twice, (2, 3, 12, 12))]
+)
+def test_what_a_module_does_beside_its_layers_stays(kind: type[nn.Module], shape: tuple[int, ...], given: bool) -> None:
+    """Fails where statements that write to their input are gone or come at another time, a default is fixed to given,
+    or neighbours in a Sequential are joined although its parts are called one by one, or aren't neighbours."""
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(shape)
+    wanted = model(x.clone())
+    fused, report = fuse(model, (x,) if given else None)
+    assert report.matches
+    got = fused(x.clone())
+    assert float((got - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert not any(part.training for part in fused.modules())
+    again, _ = fuse(fused, x if given else None)
+    torch.testing.assert_close(again(x.clone()), got, rtol=1e-5, atol=1e-5)
+    if kind is Optional:
+        mask = torch.zeros(6)
+        torch.testing.assert_close(fused(x, mask), model(x, mask))
+
+
+def test_a_sum_in_place_is_taken_in_where_inputs_show_that_it_may() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.body(x)
+            y += x
+            return y
+
+    model, x = Model().eval(), torch.randn(3, 6)
+    assert [str(match) for match in fuse(model, x)[1].matches] == ["body: linear + residual"]
+    assert [str(match) for match in fuse(model)[1].matches] == ["body: linear"]
+
+
+def test_an_image_without_a_batch() -> None:
+    model, x = Residual().eval(), torch.randn(2, 3, 9, 7)
+    fused = modules.FusedConv2d(
+        model.skip.weight.permute(0, 2, 3, 1).contiguous(), model.skip.bias, "relu", (2, 2), (0, 0), (1, 1)
+    )
+    torch.testing.assert_close(fused(x[0]), model.skip(x[0]).relu(), rtol=1e-5, atol=1e-5)
+    residual = torch.randn_like(fused(x[0]))
+    torch.testing.assert_close(fused(x[0], residual), model.skip(x[0]).relu() + residual, rtol=1e-5, atol=1e-5)
+
+
 def test_an_empty_batch_is_an_empty_result() -> None:
     linear, conv = nn.Sequential(nn.Linear(4, 5), nn.GELU()).eval(), Residual().eval()
     for model, x in ((linear, torch.randn(2, 3, 4)), (conv, torch.randn(2, 3, 9, 7))):

@@ -1,0 +1,82 @@
+"""Modules as graphs of torch.fx, as far as these are the same function."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import operator
+from collections.abc import Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+IN_PLACE: tuple[Any, ...] = (
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem,
+)  # fmt: skip
+
+
+def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphModule | None:
+    """The graph of a module; None where torch.fx can't follow it, or what it writes down may be another function and
+    no ``example_inputs`` will show that."""
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        module = nn.Sequential(module).eval()
+    # What has a default may be left out or given, and a trace holds one of the two.
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return None
+    if example_inputs is None and adds_in_place(module):
+        return None
+    try:
+        traced = fx.symbolic_trace(module)
+        if example_inputs is None:
+            return traced
+        with torch.no_grad():
+            ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
+    except Exception:  # control flow, optional inputs, leaf functions: whatever fx can't follow
+        return None
+    return traced
+
+
+def adds_in_place(module: nn.Module) -> bool:
+    """Whether the code of a part, or a function beside it that it calls, has ``x += y`` and the like: a trace has
+    ``x + y`` there, which leaves x as it was for others who see it."""
+    return any(map(_kind_adds_in_place, {type(part) for part in module.modules()}))
+
+
+def _kind_adds_in_place(kind: type[nn.Module]) -> bool:
+    if kind.__module__.partition(".")[0] == "torch":
+        return False
+    waiting: list[Any] = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    seen: set[CodeType] = set()
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        if any(step.opname == "BINARY_OP" and step.argrepr.endswith("=") for step in dis.get_instructions(function)):
+            return True
+        near = (function.__globals__.get(name) for name in function.__code__.co_names)
+        waiting += [one for one in near if isinstance(one, FunctionType) and one.__module__ == kind.__module__]
+    return False
+
+
+def writes_between(taken: list[fx.Node], modules: dict[str, nn.Module]) -> bool:
+    """Whether another node between the first and the last of ``taken`` may write to a tensor."""
+    node = taken[0]
+    while node is not taken[-1]:
+        node = node.next
+        if node in taken:
+            continue
+        target = str(getattr(node.target, "__name__", node.target))
+        if node.op in ("call_method", "call_function") and (
+            target.endswith("_") or node.target in IN_PLACE or node.kwargs.get("inplace") or "out" in node.kwargs
+        ):
+            return True
+        if node.op == "call_module" and getattr(modules.get(str(node.target)), "inplace", False):
+            return True
+    return False
