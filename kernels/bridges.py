@@ -34,6 +34,21 @@ TENSORRT_CHOSEN = "ACCEL_TENSORRT_LIBRARY"  # the environment variable that name
 CUDA_HEADER = "cuda_runtime_api.h"
 
 
+def check_headers(*, onnxruntime: Path | None = None, tensorrt: Path | None = None) -> None:
+    """``UnsupportedHere`` where one of these folders doesn't have the headers that are compiled against."""
+    if onnxruntime is not None and not (onnxruntime / ONNXRUNTIME_HEADER).is_file():
+        raise UnsupportedHere(
+            f"{onnxruntime} holds no {ONNXRUNTIME_HEADER}; pass the include folder of an ONNX Runtime release"
+        )
+    if tensorrt is None:
+        return
+    header = tensorrt / TENSORRT_HEADER
+    if not header.is_file() or b"IPluginV3OneRuntime" not in header.read_bytes():
+        raise UnsupportedHere(
+            f"{tensorrt} holds no {TENSORRT_HEADER} with IPluginV3; pass the include folder of TensorRT 10 or later"
+        )
+
+
 def build_for_onnxruntime(
     include: Path, *, cache: Path | None = None, progress: Progress = lambda _message, _fraction: None
 ) -> Built:
@@ -44,10 +59,7 @@ def build_for_onnxruntime(
     Runtime's releases have it, its wheels don't). Raises ``UnsupportedHere`` without it or without g++, ``BuildFailed``
     with the compiler's first error.
     """
-    if not (include / ONNXRUNTIME_HEADER).is_file():
-        raise UnsupportedHere(
-            f"{include} holds no {ONNXRUNTIME_HEADER}; pass the include folder of an ONNX Runtime release"
-        )
+    check_headers(onnxruntime=include)
     compiler = shutil.which("g++")
     if compiler is None:
         raise UnsupportedHere("g++ is not installed here; install it to build the operators for ONNX Runtime")
@@ -87,11 +99,7 @@ def build_for_tensorrt(
     where it is now. Raises ``UnsupportedHere`` without one of these or without g++, ``BuildFailed`` with the compiler's
     first error.
     """
-    header = include / TENSORRT_HEADER
-    if not header.is_file() or b"IPluginV3OneRuntime" not in header.read_bytes():
-        raise UnsupportedHere(
-            f"{include} holds no {TENSORRT_HEADER} with IPluginV3; pass the include folder of TensorRT 10 or later"
-        )
+    check_headers(tensorrt=include)
     kernels = kernels or find_library()
     if kernels is None:
         raise UnsupportedHere("the plugins call a kernel library and none is built; add --arch sm_90a or --arch native")

@@ -60,7 +60,7 @@ class FuseReport:
         return "\n".join([*lines, *(f"  {m}" for m in self.matches), *(f"  left {n}: {why}" for n, why in self.left)])
 
 
-def fuse(module: nn.Module, example_inputs: Sequence[Any] | None = None) -> tuple[nn.Module, FuseReport]:
+def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None) -> tuple[nn.Module, FuseReport]:
     """A fused copy of ``module`` (which stays as it is) and what was matched.
 
     ``example_inputs`` are the positional inputs it is verified with. Without them no shape is known: residual sums stay
@@ -286,7 +286,9 @@ def _fused(layer: nn.Module, norm: nn.Module | None, act: str) -> nn.Module:
 class _Callable(ModuleType):
     """``accel.kernels.fuse(module)``: the package is a plain folder, so the function's place in it is this module's."""
 
-    def __call__(self, module: nn.Module, example_inputs: Sequence[Any] | None = None) -> tuple[nn.Module, FuseReport]:
+    def __call__(
+        self, module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None
+    ) -> tuple[nn.Module, FuseReport]:
         return fuse(module, example_inputs)
 
 

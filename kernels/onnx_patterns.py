@@ -146,11 +146,23 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
     model.functions.extend(functions.values())
     if all(o.domain != DOMAIN for o in model.opset_import):
         model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
+    _drop_unused_constants(model)
     still_there = {name for n in made for name in n.output} | {v.name for v in model.graph.input}
     infos = [info for info in model.graph.value_info if info.name in still_there]
     del model.graph.value_info[:]
     model.graph.value_info.extend(infos)
     return [n.op_type for n in made if n.domain == DOMAIN]
+
+
+def _drop_unused_constants(model: onnx.ModelProto) -> None:
+    """What only nodes that are gone read, as the numbers in a GELU: runtimes warn of it."""
+    used = _names(model.graph) | {value.name for value in model.graph.input}
+    for held in (model.graph.initializer, model.graph.node):
+        for at in reversed(range(len(held))):
+            item = held[at]
+            names = [item.name] if isinstance(item, onnx.TensorProto) else item.output
+            if (isinstance(item, onnx.TensorProto) or item.op_type == "Constant") and used.isdisjoint(names):
+                del held[at]
 
 
 def _function(match: _Match, dtype: int) -> FusedGemm | FusedConv2d:

@@ -101,11 +101,12 @@ def _conv2d_fake(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
 
 @torch.library.impl("accel::quantize_rowwise", ("cpu", "cuda"))
 def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return dispatch.run_quantize(x, problem.dtype_name(dtype))
+    return dispatch.run_quantize(x, problem.quantized_dtype(x, dtype))
 
 
 @torch.library.register_fake("accel::quantize_rowwise")  # type: ignore[untyped-decorator]
 def _quantize_fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    problem.quantized_dtype(x, dtype)
     return x.new_empty(tuple(x.shape), dtype=dtype), x.new_empty((x.shape[0],), dtype=torch.float32)
 
 

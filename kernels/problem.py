@@ -86,6 +86,16 @@ def conv_spec(
     return spec
 
 
+def quantized_dtype(x: torch.Tensor, dtype: torch.dtype) -> str:
+    """The spec's name of what the rows of ``x`` are quantized to. ``BadFeeds`` for anything but a float matrix, and for
+    another dtype than int8 and float8."""
+    if x.dim() != 2 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise BadFeeds(f"quantize_rowwise takes a float matrix with elements, got {x.dtype} {list(x.shape)}")
+    if dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise BadFeeds(f"quantize_rowwise can't give {dtype}; pass torch.int8 or torch.float8_e4m3fn")
+    return NAMES[dtype]
+
+
 def _epilogue(operands: dict[str, torch.Tensor], act: str, out: torch.dtype) -> EpilogueSpec:
     flags = {name: name in operands for name in ("bias", "residual", "row_scale", "col_scale")}
     return EpilogueSpec(act=act, out_dtype=NAMES[out], **flags)

@@ -83,12 +83,13 @@ def build_(
     say: Output,
 ) -> None:
     """Compile the CUDA kernels with the nvcc that is here, the operators for ONNX Runtime, the plugins for TensorRT."""
-    from accel.kernels.bridges import build_for_onnxruntime, build_for_tensorrt
+    from accel.kernels.bridges import build_for_onnxruntime, build_for_tensorrt, check_headers
     from accel.kernels.build import build
     from accel.progress import report
 
     if not archs and onnxruntime_include is None and tensorrt_include is None:
         raise click.UsageError("say what to build: --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR")
+    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # before the minutes that nvcc takes
     body: dict[str, Any] = {}
     kernels: Path | None = None
     words = []

@@ -134,7 +134,7 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
                 flops=_flops(node, shapes),
                 shape=shapes.get(node.output[0]) if node.output else None,
                 parameters=own,
-                product=node.op_type in _PRODUCTS,
+                product=_kind(node) in _PRODUCTS,
                 quantized=node.op_type in _QUANTIZED or sum(name in restored for name in node.input[:2]) == 2,
             )
         )
@@ -186,8 +186,14 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
     return found, problem
 
 
+def _kind(node: onnx.NodeProto) -> str:
+    """What a node computes; of accel's fused operators the product, which is nearly all of it."""
+    fused = {"FusedGemm": "MatMul", "FusedConv2d": "Conv"} if node.domain == "accel" else {}
+    return fused.get(node.op_type.partition("_")[0], node.op_type)
+
+
 def _flops(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int | None:
-    kind = node.op_type
+    kind = _kind(node)
     if kind in _FREE or not node.output:
         return 0
     out = shapes.get(node.output[0])

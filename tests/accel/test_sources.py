@@ -14,6 +14,7 @@ import torch
 from onnx import TensorProto, helper
 from safetensors.torch import save_file
 
+import accel
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, UsageError
 from accel.runtimes.base import open_session
 from accel.signature import DimRange, Signature, TensorSpec
@@ -342,3 +343,29 @@ def test_where_a_factory_raised(tmp_path: Path, name: str, said: str) -> None:
     )
     with pytest.raises(BadSource, match=said):
         open_source(f"{tmp_path}/raises.py:{name}")
+
+
+STRIDED = """
+import torch
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Conv1d(2, 4, 5, stride=100)
+"""
+
+
+@pytest.mark.parametrize("bounds", [(600, 1600, 3200), (1590, 1600, 3200)])
+def test_an_output_that_follows_its_input_in_steps(tmp_path: Path, bounds: tuple[int, int, int]) -> None:
+    """Fails if its size at the usual length is taken for its size at every length, as neighbours have the same."""
+    (tmp_path / "strided.py").write_text(STRIDED)
+    found = accel.export(
+        f"{tmp_path / 'strided.py'}:make",
+        inputs={"x": ("float32", ("batch", 2, "length"))},
+        dims={"length": bounds},
+        out=tmp_path / "m.onnx",
+    )
+    (out,) = found.signature.outputs
+    assert out.shape[:2] == ("batch", 4)
+    assert isinstance(out.shape[2], str)
+    with accel.load(found) as session:
+        assert session.run(session.example_inputs(batch=1, length=bounds[2]))[out.name].shape == (1, 4, 32)

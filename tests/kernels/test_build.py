@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from accel.cli.kernels import command
+from accel.errors import UnsupportedHere
 from accel.kernels import build, check
 
 pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
@@ -151,6 +154,14 @@ def test_other_headers_are_another_library(cache: Path, monkeypatch: pytest.Monk
         paths.append(build.build(["sm_90a"], units=["sm90_fp16"]).path)
     assert paths[0] == paths[2] != paths[1]
     assert cache in paths[1].parents
+
+
+@pytest.mark.parametrize("option", ["--onnxruntime-include", "--tensorrt-include"])
+def test_missing_headers_are_said_before_anything_is_compiled(option: str, cache: Path, tmp_path: Path) -> None:
+    ran = CliRunner().invoke(command, ["build", "--arch", "sm_90a", option, str(tmp_path / "nowhere")])
+    assert isinstance(ran.exception, UnsupportedHere)
+    assert "nowhere holds no" in str(ran.exception)
+    assert not cache.exists()
 
 
 def test_a_build_at_work_keeps_its_folder(start: Start, cache: Path) -> None:

@@ -25,11 +25,12 @@ from accel.cache import StageCache
 from accel.converters.fuse_kernels import FuseKernelsConfig
 from accel.converters.kernel_table import parse_layers
 from accel.errors import UnsupportedHere
+from accel.graph.cost import graph_cost
 from accel.kernels import check, check_host, reference
 from accel.kernels.onnx_function import DOMAIN, FusedConv2d, FusedGemm
 from accel.kernels.onnx_patterns import fuse_products
 from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx_file import describe_model, open_onnx
 from accel.stage import run_stage
 
 RANDOM = np.random.default_rng(0)
@@ -141,6 +142,13 @@ def test_patterns(case: str, opset: int) -> None:
     right = run(before, x=x)
     np.testing.assert_allclose(run(after, x=x), right, rtol=0, atol=1e-5 * np.abs(right).max())
     assert fuse_products(after) == [], "a second run finds nothing"
+    flops = [
+        sum(node.flops or 0 for node in graph_cost(made, describe_model(made)[0]).nodes if node.product)
+        for made in (before, after)
+    ]
+    assert flops[0] == flops[1] > 0, "accel inspect counts what is in the operators"
+    read = {name for node in after.graph.node for name in node.input}
+    assert not names or {tensor.name for tensor in after.graph.initializer} <= read, "what nobody reads is gone"
 
 
 @pytest.mark.parametrize("act", ACTS)

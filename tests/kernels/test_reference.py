@@ -209,8 +209,11 @@ def test_wrong_problems_are_refused_with_the_fix() -> None:
         fused_gemm(a[:0], b)
     with pytest.raises(BadFeeds, match="grouped"):
         fused_conv2d(torch.ones(1, 4, 4, 8), torch.ones(8, 3, 3, 4))
-    with pytest.raises(BadFeeds, match="can't give"):
-        quantize_rowwise(a, torch.float16)
+    for call in (quantize_rowwise, torch.ops.accel.quantize_rowwise):
+        with pytest.raises(BadFeeds, match="can't give"):
+            call(a, torch.float16)
+        with pytest.raises(BadFeeds, match="a float matrix"):
+            call(a[0], torch.int8)
     with pytest.raises(UnknownName, match="there are none, relu"):
         fused_gemm(a, b, act="gelu")
     with pytest.raises(UnsupportedHere, match="split K"):
