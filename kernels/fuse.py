@@ -159,9 +159,8 @@ def _swap_children(
 ) -> nn.Module:
     """``module`` with its Linear and Conv2d children swapped, ``joined`` with what follows them in a Sequential: that
     may be called one by one, too, by code that takes what is between."""
-    children = [
-        (name, child) for name, child in module._modules.items() if child is not None
-    ]  # the same one twice, too
+    # Not named_children(), which leaves out one that stands there twice.
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
     skip = 0
     for at, (name, child) in enumerate(children):
         where = f"{path}{name}"

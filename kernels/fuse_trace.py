@@ -49,9 +49,8 @@ def adds_in_place(module: nn.Module) -> bool:
 
 
 def _kind_adds_in_place(kind: type[nn.Module]) -> bool:
-    if kind.__module__.partition(".")[0] == "torch":
-        return False
-    waiting: list[Any] = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+    waiting: list[Any] = [value for base in own for value in vars(base).values() if isinstance(value, FunctionType)]
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -61,7 +60,7 @@ def _kind_adds_in_place(kind: type[nn.Module]) -> bool:
         if any(step.opname == "BINARY_OP" and step.argrepr.endswith("=") for step in dis.get_instructions(function)):
             return True
         near = (function.__globals__.get(name) for name in function.__code__.co_names)
-        waiting += [one for one in near if isinstance(one, FunctionType) and one.__module__ == kind.__module__]
+        waiting += [one for one in near if isinstance(one, FunctionType) and one.__module__ == function.__module__]
     return False
 
 

@@ -228,6 +228,10 @@ class Written(nn.Module):
         return more + h + (late + x)
 
 
+class Inherited(Written):
+    """Its ``forward`` is another's."""
+
+
 class Optional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +273,8 @@ class Twice(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "shape"), [(Written, (3, 6)), (Optional, (3, 6)), (OneByOne, (2, 3, 12, 12)), (Twice, (2, 3, 12, 12))]
+    ("kind", "shape"),
+    [(Written, (3, 6)), (Inherited, (3, 6)), (Optional, (3, 6)), (OneByOne, (2, 3, 12, 12)), (Twice, (2, 3, 12, 12))],
 )
 def test_what_a_module_does_beside_its_layers_stays(kind: type[nn.Module], shape: tuple[int, ...], given: bool) -> None:
     """Fails where statements that write to their input are gone or come at another time, a default is fixed to given,
