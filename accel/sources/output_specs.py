@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,15 +29,22 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
     return cases
 
 
-def far_cases(signature: Signature) -> list[dict[str, int]]:
-    """For each dynamic dim but the batch a size far from the usual one, with the rest as they were: what strides or
-    pools along it has the same size for neighbours."""
-    found = []
+def far_runs(
+    signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
+) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
+    """Sizes, and what ``run`` gives there: for each dynamic dim but the batch one far from the usual, with the rest as
+    they were. What strides or pools along a dim has the same size for neighbours. Where it doesn't run it is left out:
+    the export says so of the ends."""
+    cases, runs = [], []
     for dim, bounds in signature.dims.items():
         size = bounds.min if 4 * bounds.opt >= 5 * bounds.min else bounds.max
-        if dim != signature.batch_dim and size != bounds.opt:
-            found.append(signature.sizes(**{dim: size}))
-    return found
+        if dim == signature.batch_dim or size == bounds.opt:
+            continue
+        case = signature.sizes(**{dim: size})
+        with contextlib.suppress(Exception):
+            runs.append(run(signature.example_inputs(**case)))
+            cases.append(case)
+    return cases, runs
 
 
 def same_output(one: np.ndarray, other: np.ndarray) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
 from accel.signature import BATCH, Dim, DimRange, Feeds, Signature, TensorSpec, shapes_of
-from accel.sources.output_specs import far_cases, output_specs, probe_cases, same_output, step_advice
+from accel.sources.output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
 from accel.sources.tensorflow_source import TensorFlowSpec, with_given
 
 if TYPE_CHECKING:
@@ -226,12 +226,8 @@ def _probe(
                     "is left in it; save it for inference"
                     + (", or take dropout out with --strip-training-ops" if strip else "")
                 )
-    sound = all(map(_is_sound, runs))
-    for sizes in far_cases(signature):
-        with suppress(Exception):  # where it doesn't run at its ends, the export says so
-            runs.append(run_on(signature.example_inputs(**sizes)))
-            cases.append(sizes)
-    return output_specs(signature, cases, runs, spec.path), sound
+    far, found = far_runs(signature, run_on)
+    return output_specs(signature, [*cases, *far], [*runs, *found], spec.path), all(map(_is_sound, runs))
 
 
 def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:

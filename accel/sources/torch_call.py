@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import warnings
@@ -14,7 +13,7 @@ import torch
 
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec, shapes_of
-from accel.sources.output_specs import far_cases, output_specs, probe_cases, same_output, step_advice
+from accel.sources.output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,10 +176,7 @@ def discover_outputs(
             raise BadSource(
                 f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct --input or --dim'}"
             ) from error
-    for sizes in far_cases(signature):
-        with contextlib.suppress(Exception):  # where it doesn't run at its ends, the export says so
-            runs.append(run_named(named, signature, signature.example_inputs(**sizes)))
-            cases.append(sizes)
+    far, found = far_runs(signature, partial(run_named, named, signature))
     first = runs[0]
     again = run_named(named, signature, signature.example_inputs(**cases[0]))
     for name, value in first.items():
@@ -194,4 +190,5 @@ def discover_outputs(
         raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
     if names and len(names) != len(first):
         raise BadInputSpec(f"{where} returns {len(first)} tensors ({', '.join(first)}), {len(names)} names were given")
-    return output_specs(signature, cases, runs, where, dict(zip(first, names, strict=False)))
+    renamed = dict(zip(first, names, strict=False))
+    return output_specs(signature, [*cases, *far], [*runs, *found], where, renamed)
